@@ -1,0 +1,12 @@
+"""device.ops: the operators of our own, on every device.
+
+Each operator lies in one file: schema, plain-PyTorch form, fake implementation, autograd and its typed wrapper.
+Importing this package defines them all and loads their compiled CPU kernels when `rlneuron build` has made them;
+without these the plain forms run. It never compiles.
+"""
+
+from __future__ import annotations
+
+from rlneuron.device.ops.kernels import load
+
+load()
