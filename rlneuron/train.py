@@ -1,0 +1,57 @@
+"""`python -m rlneuron.train CONFIG.yaml [OVERLAY.yaml ...] [key.sub=value ...]`: the entry of a run, and only that.
+
+Order: read and check the configuration, find the hardware, make or find model and data, check that it fits, start
+Ray and the actors, hand over to the controller, and end every process whatever happens. Exit codes: 0 done, 2 the
+configuration or data is wrong, 1 the run failed, 130 interrupted (a checkpoint is written).
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlneuron.config import ConfigError, load_config
+
+Arguments = Annotated[
+    list[str], typer.Argument(help="YAML files, merged left to right, and key.sub=value assignments.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")]
+
+
+def train(arguments: Arguments, dry_run: DryRun = False) -> None:
+    """Train by reinforcement learning as the YAML file says."""
+    raise typer.Exit(run_command(arguments, dry_run=dry_run))
+
+
+def run_command(arguments: Sequence[str], *, dry_run: bool = False) -> int:
+    """What the command does; returns the exit code."""
+    files = [Path(argument) for argument in arguments if "=" not in argument]
+    assignments = [argument for argument in arguments if "=" in argument]
+    try:
+        config = load_config(files, assignments)
+        if dry_run:
+            from rlneuron.batch_arithmetic import BatchArithmetic
+
+            print(config.to_yaml())
+            print(BatchArithmetic.from_config(config).describe())
+            return 0
+    except ConfigError as error:
+        print(f"rlneuron train: {error}", file=sys.stderr)
+        return 2
+    command = " ".join(["python -m rlneuron.train", *arguments])
+    from rlneuron.run import Run  # torch, Ray and transformers load only once the configuration holds
+
+    return Run(config, command=command, run_id=uuid.uuid4().hex[:8]).main()
+
+
+def main() -> None:
+    typer.run(train)
+
+
+if __name__ == "__main__":
+    main()
