@@ -194,10 +194,8 @@ class Run:
         say(f"dashboard:   {self.command} ray.keep_alive=true   keeps it open after the run")
 
     def _keep_alive(self) -> None:
-        print(
-            f"the dashboard stays at {self.cluster.dashboard_url}{_token_hint(self.cluster.token_path)}; Ctrl-C ends it",
-            flush=True,
-        )
+        hint = _token_hint(self.cluster.token_path)
+        print(f"the dashboard stays at {self.cluster.dashboard_url}{hint}; Ctrl-C ends it", flush=True)
         try:
             while True:
                 time.sleep(3600)

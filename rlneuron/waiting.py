@@ -6,6 +6,7 @@ The only place that calls `ray.get`. A dead actor, an exception inside an actor 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,16 +55,19 @@ def _died(owner: Owner, task: str, error: RayActorError) -> RunError:
     )
 
 
-def wait(owners: Sequence[Owner], refs: Sequence[Any], *, task: str, timeout_s: float) -> list[Any]:
-    """The results of `refs`, one per owner, in order; raises `RunError` at the first failure or at the deadline."""
+def wait(owners: Sequence[Owner], refs: Sequence[Any], *, task: str, timeout_s: float, key: str) -> list[Any]:
+    """The results of `refs`, one per owner, in order; raises `RunError` at the first failure or at the deadline.
+
+    `task` is what they were asked to do, `key` the setting that moves the deadline; both are for the message.
+    """
     assert len(owners) == len(refs), "one reference per owner"
     owner_of = dict(zip(refs, owners, strict=True))
     pending = list(refs)
     results: dict[Any, Any] = {}
-    deadline = _Deadline(timeout_s)
+    deadline = time.monotonic() + timeout_s
     while pending:
         # One at a time as they finish: a dead worker is noticed while another is still busy.
-        done, pending = ray.wait(pending, num_returns=1, timeout=deadline.left_s())
+        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not done:
             late = ", ".join(
                 f"{owner_of[r].name} (pid {owner_of[r].pid}, log {_log_path(owner_of[r])})" for r in pending
@@ -87,14 +91,3 @@ def _get(owner: Owner, ref: Any, task: str) -> Any:
         raise _died(owner, task, error) from None
     except GetTimeoutError:
         raise RunError(f"the answer of {owner.name} to '{task}' could not be fetched within 30 s") from None
-
-
-class _Deadline:
-    def __init__(self, timeout_s: float) -> None:
-        import time
-
-        self._clock = time.monotonic
-        self._end = self._clock() + timeout_s
-
-    def left_s(self) -> float:
-        return max(0.0, self._end - self._clock())

@@ -6,6 +6,7 @@ Reward actors hold no core. Every call waits with a deadline and names the actor
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,7 +38,7 @@ def roles(config: RunConfig) -> list[str]:
 def split_evenly(count: int, parts: int) -> list[range]:
     """Contiguous ranges of near-equal size that cover 0 .. count; empty ones are left out."""
     edges = [count * part // parts for part in range(parts + 1)]
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    return [range(a, b) for a, b in itertools.pairwise(edges) if b > a]
 
 
 class Workers:
@@ -100,11 +101,11 @@ class Workers:
 
     def _await_start(self, timeout_s: float) -> list[Owner]:
         refs = [owner.handle.pid.remote() for owner in self.owners]
-        pids = wait(self.owners, refs, task="start", timeout_s=timeout_s)
+        pids = wait(self.owners, refs, task="start", timeout_s=timeout_s, key="ray.start_timeout_s")
         return [Owner(o.name, o.handle, pid) for o, pid in zip(self.owners, pids, strict=True)]
 
     def _call(self, owners: Sequence[Owner], refs: Sequence[Any], task: str) -> list[Any]:
-        return wait(owners, refs, task=task, timeout_s=self._timeout_s)
+        return wait(owners, refs, task=task, timeout_s=self._timeout_s, key="ray.phase_timeout_s")
 
     def describe(self) -> list[str]:
         devices = [*self._learner, *self._rollouts, *self._reference]
