@@ -7,9 +7,13 @@ and the batch is passed over `num_iterations` times. There is one learner core, 
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rlneuron.config_errors import Problem
-from rlneuron.config_sections import AlgoSection, RolloutSection, TrainSection
+from rlneuron.config_sections import RolloutSection, TrainSection
+
+if TYPE_CHECKING:
+    from rlneuron.config import RunConfig
 
 LEARNER_CORES = 1
 
@@ -27,14 +31,18 @@ class BatchArithmetic:
     gradient_accumulation_steps: int
     num_iterations: int
     max_completion_length: int
-    max_steps: int
+    given_max_steps: int
+    """train.max_steps; -1: num_train_epochs decides."""
     num_train_epochs: float
     rollout_cores: int
     reference_cores: int
+    num_prompts: int | None = None
+    """Training prompts; None until the data is read."""
 
     @staticmethod
-    def of(rollout: RolloutSection, train: TrainSection, algo: AlgoSection) -> "BatchArithmetic":
-        """From checked sections (`batch_problems` is empty)."""
+    def from_config(config: "RunConfig", num_prompts: int | None = None) -> "BatchArithmetic":
+        """From a checked configuration (`batch_problems` is empty)."""
+        rollout, train, algo = config.rollout, config.train, config.algo
         return BatchArithmetic(
             num_generations=rollout.num_generations,
             per_device_train_batch_size=train.per_device_train_batch_size,
@@ -42,10 +50,11 @@ class BatchArithmetic:
             gradient_accumulation_steps=train.gradient_accumulation_steps,
             num_iterations=algo.num_iterations,
             max_completion_length=rollout.max_completion_length,
-            max_steps=train.max_steps,
+            given_max_steps=train.max_steps,
             num_train_epochs=train.num_train_epochs,
             rollout_cores=rollout.num_workers,
             reference_cores=1 if algo.beta > 0 else 0,
+            num_prompts=num_prompts,
         )
 
     @property
@@ -79,22 +88,25 @@ class BatchArithmetic:
     def total_cores(self) -> int:
         return LEARNER_CORES + self.rollout_cores + self.reference_cores
 
-    def generations_per_epoch(self, num_prompts: int) -> int:
+    @property
+    def generations_per_epoch(self) -> int:
         """Whole generation batches in one pass over the data, at least 1 (TRL leaves an incomplete one out)."""
-        return max(1, num_prompts // self.prompts_per_generation)
+        assert self.num_prompts is not None, "the data is read"
+        return max(1, self.num_prompts // self.prompts_per_generation)
 
-    def total_steps(self, num_prompts: int) -> int:
-        """Optimizer steps of the run: max_steps, or what num_train_epochs come to."""
-        if self.max_steps > 0:
-            return self.max_steps
-        per_epoch = self.generations_per_epoch(num_prompts) * self.optimizer_steps_per_generation
-        return math.ceil(self.num_train_epochs * per_epoch)
+    @property
+    def max_steps(self) -> int:
+        """Optimizer steps of the run: train.max_steps, or what num_train_epochs come to; -1 before the data is read."""
+        if self.given_max_steps > 0 or self.num_prompts is None:
+            return self.given_max_steps
+        return math.ceil(self.num_train_epochs * self.generations_per_epoch * self.optimizer_steps_per_generation)
 
-    def total_generations(self, num_prompts: int) -> int:
+    @property
+    def num_generation_batches(self) -> int:
         """Generation batches of the run; the last one may be used in part."""
-        return math.ceil(self.total_steps(num_prompts) / self.optimizer_steps_per_generation)
+        return math.ceil(self.max_steps / self.optimizer_steps_per_generation)
 
-    def describe(self, num_prompts: int | None = None) -> str:
+    def describe(self) -> str:
         """The numbers with the names that TRL and verl have for them, for --dry-run."""
         rows: list[tuple[str, str, str]] = [
             ("prompts per generation batch", f"{self.prompts_per_generation}", "verl: train_batch_size"),
@@ -130,11 +142,11 @@ class BatchArithmetic:
                 "",
             ),
         ]
-        if num_prompts is not None:
-            steps = self.total_steps(num_prompts)
-            prompts = self.total_generations(num_prompts) * self.prompts_per_generation
-            rows.append(("training prompts", f"{num_prompts}", f"{prompts / num_prompts:.2f} epochs"))
-            rows.append(("optimizer steps of the run", f"{steps}", "TRL: max_steps"))
+        if self.num_prompts is not None:
+            epochs = self.num_generation_batches * self.prompts_per_generation / self.num_prompts
+            rows.append(("training prompts", f"{self.num_prompts}", f"{epochs:.2f} epochs"))
+        if self.max_steps > 0:
+            rows.append(("optimizer steps of the run", f"{self.max_steps}", "TRL: max_steps"))
         width = max(len(name) for name, _, _ in rows)
         middle = max(len(value) for _, value, _ in rows)
         return "\n".join(f"{name:<{width}}  {value:<{middle}}  {note}".rstrip() for name, value, note in rows)

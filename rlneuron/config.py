@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from rlneuron.batch_arithmetic import BatchArithmetic
 from rlneuron.config_errors import Problem, inner_section, sentence, validation_problems
@@ -52,12 +52,7 @@ class RunConfig(Section):
     @property
     def batch(self) -> BatchArithmetic:
         """Numbers of prompts, completions and steps that follow from the keys."""
-        return BatchArithmetic.of(self.rollout, self.train, self.algo)
-
-    @property
-    def run_folder(self) -> Path:
-        """train.output_dir as an absolute path, relative to the working directory."""
-        return (Path.cwd() / Path(self.train.output_dir or "trainer_output").expanduser()).resolve()
+        return BatchArithmetic.from_config(self)
 
     def to_yaml(self) -> str:
         """The resolved configuration: every key with its value, loadable by `load_config`."""
@@ -93,7 +88,13 @@ def load_config(files: Sequence[Path], assignments: Sequence[str] = ()) -> RunCo
 def _refuse(problems: Sequence[Problem], document: Document, files: Sequence[Path]) -> None:
     if problems:
         fallback = str(files[-1]) if files else "command line"
-        raise ConfigError("\n".join(sentence(problem, document, fallback) for problem in problems))
+        ordered = sorted(problems, key=lambda problem: _place(problem, document))
+        raise ConfigError("\n".join(sentence(problem, document, fallback) for problem in ordered))
+
+
+def _place(problem: Problem, document: Document) -> tuple[str, int, int]:
+    origin = document.origin(problem.path)
+    return ("", 0, 0) if origin is None else (origin.source, origin.line, origin.column)
 
 
 def key_table() -> list[tuple[str, str]]:
@@ -105,7 +106,7 @@ def key_table() -> list[tuple[str, str]]:
     return table
 
 
-def leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, pydantic field) of every key of a section and of the sections inside it."""
     for name, field in section.model_fields.items():
         inner = inner_section(field.annotation)

@@ -80,6 +80,7 @@ TRL_NOT_HERE: dict[str, str] = {
     "torch_empty_cache_steps": "write train.tokens_per_micro_batch for less memory",
     "full_determinism": "runs with the same train.seed are repeatable; remove it",
     # evaluation
+    "num_generations_eval": "a held-out prompt gets one sampled and one greedy completion; remove it",
     "eval_strategy": "write train.eval_steps: N, or null for no evaluation",
     "do_eval": "write train.eval_steps: N, or null for no evaluation",
     "eval_delay": "write train.eval_steps and train.eval_on_start",
@@ -125,7 +126,8 @@ TRL_NOT_HERE: dict[str, str] = {
     "trackio_bucket_id": f"logging.report_to trackio: {_PLAN}",
     "trackio_static_space_id": f"logging.report_to trackio: {_PLAN}",
     "log_multimodal": f"images: {_PLAN}",
-    "log_unique_prompts": "write logging.num_completions_to_print",
+    "num_completions_to_print": "write logging.log_completions: true, which writes them as parquet files",
+    "log_unique_prompts": "write logging.log_completions: true, which writes them as parquet files",
     "log_completions_hub_repo": "write logging.log_completions, which keeps them in the run folder",
     "skip_memory_metrics": "memory is always logged; remove it",
     "debug": "remove it",

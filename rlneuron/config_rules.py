@@ -42,8 +42,8 @@ def _word(value: Any) -> str:
 def _data_rules(config: "RunConfig") -> Iterator[Problem]:
     data = config.data
     if (data.path is None) == (data.reasoning_gym is None):
-        both = "are both given; keep one" if data.path is not None else "are both missing; write one"
-        yield Problem(("data", "path"), f"data.path and data.reasoning_gym {both}")
+        text = "given together with data.reasoning_gym; keep one" if data.path else "missing; write it or reasoning_gym"
+        yield Problem(("data", "path"), text)
     fixed = data.reasoning_gym is not None or (data.path or "").endswith((".jsonl", ".parquet"))
     for key in ("name", "split"):
         if fixed and getattr(data, key) != type(data).model_fields[key].default:
@@ -53,8 +53,10 @@ def _data_rules(config: "RunConfig") -> Iterator[Problem]:
     if data.conversational is False and data.system_prompt is not None:
         yield Problem(("data", "system_prompt"), "needs conversations, and data.conversational is false; remove one")
     if data.eval is not None and (data.eval.size > 0) == (data.eval.path is not None):
-        both = "are both given; keep one" if data.eval.path is not None else "are both missing; write one"
-        yield Problem(("data", "eval"), f"data.eval.size and data.eval.path {both}")
+        text = (
+            "size and path are given together; keep one" if data.eval.path else "size and path are missing; write one"
+        )
+        yield Problem(("data", "eval"), text)
     for key in ("eval_steps", "eval_on_start"):
         if getattr(config.train, key) and data.eval is None:
             yield Problem(("train", key), "there are no held-out prompts; write data.eval.size or data.eval.path")
@@ -76,9 +78,6 @@ def _train_rules(config: "RunConfig") -> Iterator[Problem]:
     if train.lr_scheduler_type == "constant" and train.warmup_steps > 0:
         text = f"{train.warmup_steps} has no effect with lr_scheduler_type constant; write constant_with_warmup there"
         yield Problem(("train", "warmup_steps"), text)
-    if config.logging.num_completions_to_print is not None and not config.logging.log_completions:
-        text = "has no effect without logging.log_completions: true"
-        yield Problem(("logging", "num_completions_to_print"), text)
 
 
 def _other_rules(config: "RunConfig") -> Iterator[Problem]:

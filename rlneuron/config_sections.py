@@ -15,6 +15,11 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _no_number(value: Any) -> Any:
+    """1 == True in Python; here it is a mistake."""
+    return repr(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
 def _listed(value: Any) -> Any:
     """YAML has lists only; the frozen configuration holds tuples."""
     return tuple(value) if isinstance(value, list) else value
@@ -147,8 +152,6 @@ class RolloutSection(Section):
 
     num_generations: Annotated[int, BeforeValidator(_whole), Field(ge=2)] = 8
     """Completions per prompt (the group)."""
-    num_generations_eval: Count | None = None
-    """Sampled completions per held-out prompt; null: num_generations."""
     max_completion_length: Count = 512
     """Most tokens of a completion."""
     temperature: Positive = 1.0
@@ -225,7 +228,7 @@ class DeviceSection(Section):
     """neuron: a Trainium core, or its simulation."""
     instance: Text = "trn2.3xlarge"
     """Instance type: cores and memory."""
-    simulate: Literal["auto", True, False] = "auto"
+    simulate: Annotated[Literal["auto", True, False], BeforeValidator(_no_number)] = "auto"
     """auto: the hardware where it is present, otherwise the simulation."""
     numerics: Literal["exact", "strict"] = "exact"
     """Numbers of the CPU, or rounded as the hardware rounds."""
@@ -245,7 +248,7 @@ class TrainSection(Section):
     """Optimisation, batches, checkpoints."""
 
     output_dir: Text | None = None
-    """Run folder, relative to the working directory; null: trainer_output."""
+    """Run folder, relative to the working directory; null: runs/run."""
     max_steps: Annotated[int, BeforeValidator(_whole), Field(ge=-1)] = -1
     """Optimizer steps in all; -1: num_train_epochs decides."""
     num_train_epochs: Positive = 3.0
@@ -307,8 +310,6 @@ class LoggingSection(Section):
     """Further place for the metrics."""
     log_completions: bool = False
     """Write prompts, completions, rewards and advantages as parquet files."""
-    num_completions_to_print: Count | None = None
-    """Completions shown on the terminal with log_completions; null: all."""
 
 
 class RaySection(Section):

@@ -31,6 +31,7 @@ __all__ = [
     "FittedPrompts",
     "PromptRow",
     "PromptStream",
+    "column_names",
     "dataset_rows",
     "file_rows",
     "fit_prompts",
@@ -190,6 +191,11 @@ def _checked_message(value: Any, where: str) -> Message:
     if content is None and not value.get("tool_calls"):
         raise ValueError(f"{where}: the message {shorten(value)} has no content")
     return dict(value)
+
+
+def column_names(rows: Sequence[PromptRow]) -> list[str]:
+    """The columns that reward functions will get, for `rewards.check_columns`."""
+    return list(dict.fromkeys(name for row in rows for name in row.columns))
 
 
 # ---- training and held-out rows -----------------------------------------------------------------------------------
