@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-SOURCES = {"ops": HERE / "ops" / "csrc", "neuron": HERE / "csrc"}
+SOURCES = {"neuron": HERE / "csrc", "ops": HERE / "ops" / "csrc"}
 COMMON_FLAGS = ["-std=c++20", "-Wall"]
 FLAGS = {
     # No associative-math: a sum must not depend on how the compiler vectorises it. OpenMP is torch's own copy.
@@ -136,7 +136,7 @@ def _lock(name: str) -> Iterator[Path]:
 
 
 def _compile(name: str, work_folder: Path, *, verbose: bool) -> None:
-    """Compiles in a process of its own, so that no half-built backend is loaded by the `import torch` that builds it."""
+    """Compiles in a process of its own, so that the `import torch` that builds never loads a half-built backend."""
     env = {
         **os.environ,
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",

@@ -176,9 +176,19 @@ at::Tensor native_dropout_backward(const at::Tensor& gradient, const at::Tensor&
   return at::mul(gradient, mask.to(gradient.scalar_type()).mul_(scale));
 }
 
+// Whether `tensor.data = other` may change one into the other. ATen's list of dense backends lacks PrivateUse1, so
+// `module.to("neuron")` would replace parameters instead of changing them: tied weights would come apart.
+bool has_compatible_type(const at::Tensor& tensor, const at::Tensor& other) {
+  const auto dense = [](const at::Tensor& one) {
+    return one.layout() == c10::kStrided && !one.is_nested() && (is_neuron(one) || one.device().is_cpu());
+  };
+  return tensor.key_set() == other.key_set() || (dense(tensor) && dense(other));
+}
+
 } // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("_has_compatible_shallow_copy_type", &has_compatible_type);
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
   library.impl("view", &view);
