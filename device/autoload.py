@@ -19,7 +19,7 @@ def autoload() -> None:
         from rlneuron.device import select
 
         select.choose("neuron", **parse(text))  # type: ignore[arg-type]
-    except BaseException as error:  # noqa: BLE001 - see the module's docstring
+    except BaseException as error:
         print(f"rlneuron: RLNEURON_SIM={text}: {error}", file=sys.stderr)
 
 

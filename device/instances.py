@@ -1,4 +1,4 @@
-"""The instances that can be simulated, as data: what the runtime must enforce. Prices and speeds come with the clock."""
+"""The instances that can be simulated, as data: what the runtime must enforce."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def visible_cores(text: str | None, num_cores: int) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise ValueError(f"NEURON_RT_VISIBLE_CORES: {text!r} is not a list of core ids; write for instance '0,1' or '0-3'.")
+            raise ValueError(f"NEURON_RT_VISIBLE_CORES: {text!r} is no list of core ids; write for instance '0,1' or '0-3'.")
         cores.extend(range(int(first), int(last or first) + 1))
     if len(set(cores)) != len(cores):
         raise ValueError(f"NEURON_RT_VISIBLE_CORES: {text!r} names a core twice.")
     if max(cores) >= num_cores:
         raise ValueError(
-            f"NEURON_RT_VISIBLE_CORES: {text!r} names core {max(cores)}, but the instance has cores 0 to {num_cores - 1}."
+            f"NEURON_RT_VISIBLE_CORES: {text!r} names core {max(cores)}; the instance has cores 0 to {num_cores - 1}."
         )
     return cores

@@ -18,6 +18,7 @@ from rlneuron.device import runtime
 
 Stream = torch.Stream
 Device = torch.device | str | int | None
+_PRIVATE_USE_1 = 20  # c10::DeviceType::PrivateUse1
 _STATISTICS = ("allocated_bytes", "reserved_bytes", "active_bytes")
 
 
@@ -86,7 +87,7 @@ def get_device_properties(device: Device = None) -> DeviceProperties:
     return DeviceProperties(get_device_name(device), int(runtime.backend().hbm_bytes()))
 
 
-class device:  # noqa: N801 - the name torch.<backend>.device has everywhere
+class device:
     """Context manager: the calling thread's core is `device` inside (None changes nothing)."""
 
     def __init__(self, device: Device) -> None:
@@ -135,7 +136,7 @@ def current_stream(device: Device = None) -> torch.Stream:
 
 def default_stream(device: Device = None) -> torch.Stream:
     """The stream that a core starts with."""
-    return torch.Stream(stream_id=0, device_index=_index(device), device_type=torch._C._autograd.DeviceType.PrivateUse1)
+    return torch.Stream(stream_id=0, device_index=_index(device), device_type=_PRIVATE_USE_1)
 
 
 def set_stream(stream: torch.Stream) -> None:
@@ -195,9 +196,8 @@ def query(queried: torch.Stream | None = None) -> bool:
 def memory_stats(device: Device = None) -> dict[str, Any]:
     """The documented statistics: three byte counts with current, peak, allocated, freed, and four counters."""
     flat = runtime.backend().memory(_index(device))
-    grouped: dict[str, Any] = {
-        name: {part: flat.pop(f"{name}.{part}") for part in ("current", "peak", "allocated", "freed")} for name in _STATISTICS
-    }
+    parts = ("current", "peak", "allocated", "freed")
+    grouped: dict[str, Any] = {name: {part: flat.pop(f"{name}.{part}") for part in parts} for name in _STATISTICS}
     return {**grouped, **flat}
 
 
@@ -245,7 +245,8 @@ def empty_cache() -> None:
 def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
     """The statistics as a table for people, in MiB."""
     statistics = memory_stats(device)
-    lines = [f"{get_device_name(device)} memory, MiB", f"{'':16}{'current':>12}{'peak':>12}{'allocated':>14}{'freed':>14}"]
+    heads = f"{'':16}{'current':>12}{'peak':>12}{'allocated':>14}{'freed':>14}"
+    lines = [f"{get_device_name(device)} memory, MiB", heads]
     for name in _STATISTICS:
         row = statistics[name]
         cells = [f"{row[part] / 2**20:.1f}" for part in ("current", "peak", "allocated", "freed")]
@@ -325,6 +326,10 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
 
 
 # ---- what torch and programs in the wild look up ----
+# torch.utils.checkpoint saves the device's generator state only where this is True.
+_initialized = True
+
+
 def _is_in_bad_fork() -> bool:
     return bool(runtime.backend().in_bad_fork())
 

@@ -70,8 +70,8 @@ def activate(instance: str = "trn2.3xlarge", *, hbm_gib: float | None = None) ->
     if _settings is not None:
         if (wanted.instance, wanted.hbm_bytes) != (_settings.instance, _settings.hbm_bytes):
             raise ValueError(
-                f"device: this process already simulates {_settings.instance} with {_settings.hbm_bytes} bytes of HBM per "
-                f"core and cannot change to {wanted.instance} with {wanted.hbm_bytes}; use another process."
+                f"device: this process already simulates {_settings.instance} with {_settings.hbm_bytes} bytes of HBM "
+                f"per core and cannot change to {wanted.instance} with {wanted.hbm_bytes}; use another process."
             )
         return len(_settings.visible_cores)
     name = torch._C._get_privateuse1_backend_name()

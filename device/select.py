@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import os
 from pathlib import Path
@@ -68,7 +69,7 @@ def describe(
         return Hardware(torch.device("cpu"), False, "", os.cpu_count() or 1, "cpu")
     if type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError("device.type: 'cuda' was asked for, but torch.cuda.is_available() is False; write 'cpu' or 'neuron'.")
+            raise ValueError("device.type: 'cuda', but torch.cuda.is_available() is False; write 'cpu' or 'neuron'.")
         count = torch.cuda.device_count()
         return Hardware(torch.device("cuda", 0), False, "", count, f"cuda: {count} x {torch.cuda.get_device_name(0)}")
     return _describe_neuron(instance, simulate, hbm_gib)
@@ -80,11 +81,13 @@ def _describe_neuron(instance: str, simulate: Simulate, hbm_gib: float | None) -
         raise ValueError(f"device.simulate: {simulate!r} is none of auto, true, false.")
     if simulate is False and not hardware_present():
         raise ValueError(
-            "device.simulate: false asks for real Trainium, but this machine lacks it (/dev/neuron0 or /opt/aws/neuron, "
-            "and the package torch_neuronx); write auto or true."
+            "device.simulate: false asks for real Trainium, but this machine lacks it (/dev/neuron0 or "
+            "/opt/aws/neuron, and the package torch_neuronx); write auto or true."
         )
     if hbm_gib is not None and not 0 < hbm_gib <= chosen.hbm_gib:
-        raise ValueError(f"device.hbm_gib: {hbm_gib} is not above 0 and at most {chosen.hbm_gib:g}, the HBM of a core of {instance}.")
+        raise ValueError(
+            f"device.hbm_gib: {hbm_gib} is not above 0 and at most {chosen.hbm_gib:g}, the HBM of a core of {instance}."
+        )
     device = torch.device("neuron", 0) if _neuron_name_known() else torch.device("privateuseone", 0)
     if simulate is not True and hardware_present():
         return Hardware(device, False, instance, chosen.num_cores, f"{instance}: {chosen.num_cores} logical cores")
@@ -111,7 +114,7 @@ def choose(
     instance, a limit above the core's HBM, or a backend that is not compiled ("run: rlneuron build").
     """
     if numerics != "exact":
-        raise ValueError(f"device.numerics: {numerics!r} is not available; write 'exact', which keeps every dtype as it is.")
+        raise ValueError(f"device.numerics: {numerics!r} is not available; write 'exact', which keeps every dtype.")
     plan = describe(type, instance, simulate, hbm_gib=hbm_gib)
     if type != "neuron":
         return plan
