@@ -33,6 +33,9 @@ from rlneuron.trainer import advantages, checkpoint
 from rlneuron.workers import Workers
 
 
+ENGINE_COUNTERS = ("prefill_tokens", "decode_tokens", "prefix_hit_tokens", "preemptions")
+
+
 @dataclass(frozen=True, slots=True)
 class Generated:
     """One generation batch, scored."""
@@ -59,7 +62,6 @@ class Controller:
         log: MetricsLog,
         view: ProgressView,
         interrupt: Interrupt,
-        shuffle_rewards: bool = False,
     ) -> None:
         self.config = config
         self.arithmetic = arithmetic
@@ -70,10 +72,12 @@ class Controller:
         self.log = log
         self.view = view
         self.interrupt = interrupt
-        self.shuffle_rewards = shuffle_rewards
         self.step = 0
         self.num_tokens = 0.0
+        """Prompt and completion tokens trained so far (TRL's `num_tokens`)."""
+        self.num_completion_tokens = 0
         self.saved_at: int | None = None
+        self._usage: dict[str, float] = {}
         self._data_state = self.stream.state_dict()
         """Where the data stood after the last whole step; an interrupted step's prompts are served again."""
         self.evaluations: list[dict[str, float]] = []
@@ -95,8 +99,8 @@ class Controller:
         rows = self.stream.next_prompts(self.arithmetic.prompts_per_generation)
         outputs = clock.time("generate", lambda: self.generate(rows, kind="train"))
         generated = clock.time("reward", lambda: self.score(rows, outputs))
-        group = self._advantages(generated)
-        batch = experience.to_train_batch(outputs, group.advantages)
+        group = self.compute_advantages(generated)
+        batch = experience.to_train_batch(outputs, group.advantages_B)
         if self.config.algo.beta > 0:
             batch.ref_logprobs = clock.time("reference", lambda: self.workers.reference_logprobs(batch))
         with self.interrupt.protected():  # learner, engines and records move to the next step together
@@ -159,16 +163,12 @@ class Controller:
     def _totals(self, rewards: RewardMatrix) -> torch.Tensor:
         return advantages.total_rewards(rewards.values, rewards.weights)
 
-    def _advantages(self, generated: Generated) -> advantages.GroupAdvantages:
-        values = generated.rewards.values
-        if self.shuffle_rewards:  # a control: rewards that say nothing about their completion
-            order = torch.randperm(len(values), generator=torch.Generator().manual_seed(self.step))
-            values = values[order]
+    def compute_advantages(self, generated: Generated) -> advantages.Advantages:
         algo = self.config.algo
         return advantages.group_advantages(
-            values,
+            generated.rewards.values,
             generated.rewards.weights,
-            self.config.rollout.num_generations,
+            num_generations=self.config.rollout.num_generations,
             scale_rewards=algo.scale_rewards,
         )
 
@@ -179,7 +179,7 @@ class Controller:
     def _record(
         self,
         generated: Generated,
-        group: advantages.GroupAdvantages,
+        group: advantages.Advantages,
         updates: Sequence[dict[str, float]],
         clock: Stopwatch,
     ) -> None:
@@ -192,11 +192,13 @@ class Controller:
                 num_prompt_tokens=sum(len(o.prompt_token_ids) * len(o.outputs) for o in generated.outputs),
             ),
             **generated.rewards.metrics(),
-            **group.metrics,
+            **advantages.reward_metrics(generated.rewards.values, generated.rewards.names, group),
             **{f"wall_{phase}_s": seconds for phase, seconds in clock.seconds.items()},
+            **self._usage_metrics(),
             "wall_step_s": clock.total_s(),
         }
         self.num_tokens += metrics["num_tokens"]
+        self.num_completion_tokens += sum(len(c.token_ids) for c in completions)
         metrics["num_tokens"] = self.num_tokens
         metrics["epoch"] = self.stream.epoch
         last = self.step >= self.arithmetic.max_steps
@@ -206,7 +208,23 @@ class Controller:
         for step, update in enumerate(updates, start=first):
             self._log(step, {**update, **(metrics if step == self.step else {})}, new_steps=len(updates))
         if self.config.logging.log_completions:
-            self._write_completions(generated, group.advantages)
+            self._write_completions(generated, group.advantages_B)
+
+    def _usage_metrics(self) -> dict[str, float]:
+        """What the cores did since the last call: operator counts, FLOPs and bytes, exact; the engine's counters."""
+        usage = self.workers.usage()
+        now: dict[str, float] = {}
+        for one in usage.values():
+            for name, value in (
+                ("device/operators", one.operators),
+                ("device/flops", one.flops),
+                ("device/bytes", one.moved_bytes),
+                *((f"rollout/{name}", one.engine.get(name, 0.0)) for name in ENGINE_COUNTERS),
+            ):
+                now[name] = now.get(name, 0.0) + value
+        change = {name: value - self._usage.get(name, 0.0) for name, value in now.items()}
+        self._usage = now
+        return {**change, "device/hbm_peak_gib": max(one.hbm_peak_bytes for one in usage.values()) / 2**30}
 
     def _log(self, step: int, metrics: dict[str, float], *, new_steps: int = 1) -> None:
         self.log.write(step, metrics)

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlneuron.config import RunConfig
+from rlneuron.device import instances
 from rlneuron.workers import roles
 
 GIB = 2**30
@@ -47,11 +48,11 @@ def demands(config: RunConfig, num_parameters: int) -> list[Demand]:
     ]
 
 
-def check(config: RunConfig, model_path: str, *, hbm_gib: float | None) -> None:
-    """ValueError naming demanded and available if a role cannot fit its core, or the run this machine.
-
-    `hbm_gib` is the memory of one core; None where the device is the host itself.
-    """
+def check(config: RunConfig, model_path: str) -> None:
+    """ValueError naming demanded and available if a role cannot fit its core, or the run this machine."""
+    hbm_gib = None
+    if config.device.type == "neuron":
+        hbm_gib = config.device.hbm_gib or instances.find(config.device.instance).hbm_gib
     needed = demands(config, count_parameters(model_path))
     if hbm_gib is not None:
         for demand in needed:

@@ -34,12 +34,13 @@ INTERRUPTED = 130
 class Run:
     """`main()` runs it and returns the exit code."""
 
-    def __init__(self, config: RunConfig, *, command: str, run_id: str, shuffle_rewards: bool = False) -> None:
+    def __init__(
+        self, config: RunConfig, *, command: str, run_id: str, controller: type[Controller] = Controller
+    ) -> None:
         self.config = config
         self.command = command
         self.run_id = run_id
-        self.shuffle_rewards = shuffle_rewards
-        """A control for tests: rewards are permuted over the batch, so that they say nothing."""
+        self.controller_type = controller
         self.interrupt = Interrupt()
         self.evaluations: list[dict[str, float]] = []
 
@@ -79,7 +80,7 @@ class Run:
         tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=config.model.trust_remote_code)
         self.prompts = self._load_prompts(tokenizer)
         self.arithmetic = BatchArithmetic.from_config(config, num_prompts=len(self.prompts.stream.rows))
-        feasibility.check(config, model_path, hbm_gib=self.hardware.hbm_gib)
+        feasibility.check(config, model_path)
         self.folder, resume_from = run_folder.prepare(config)
         (self.folder / "config.yaml").write_text(config.to_yaml())
         self.cluster = self._start_ray(stack)
@@ -92,7 +93,7 @@ class Run:
         stack.callback(log.close)
         first = checkpoint.step_of(resume_from) if resume_from else 0
         view = stack.enter_context(ProgressView(max_steps=self.arithmetic.max_steps, first_step=first))
-        controller = Controller(
+        controller = self.controller_type(
             config,
             self.arithmetic,
             workers=workers,
@@ -101,14 +102,13 @@ class Run:
             log=log,
             view=view,
             interrupt=self.interrupt,
-            shuffle_rewards=self.shuffle_rewards,
         )
         if resume_from is not None:
             controller.resume(resume_from)
             view.say(f"resumed from {resume_from} at step {controller.step}")
         return controller
 
-    def _find_hardware(self) -> select.HardwareInfo:
+    def _find_hardware(self) -> select.Hardware:
         device = self.config.device
         info = select.describe(device.type, instance=device.instance, simulate=device.simulate, hbm_gib=device.hbm_gib)
         print(f"device: {info.description}", flush=True)

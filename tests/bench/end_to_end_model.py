@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from models import SPECS, llama
+from models import SPEC, llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -30,9 +30,9 @@ def write_model_and_prompts(folder: Path, name: str, *, num_steps: int) -> None:
     model.generation_config.eos_token_id = 0
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder / "model")
-    tokenizer(SPECS[name]["vocab_size"]).save_pretrained(folder / "model")
+    tokenizer(SPEC[name]["vocab_size"]).save_pretrained(folder / "model")
     rng = random.Random(0)
-    vocab_size = SPECS[name]["vocab_size"]
+    vocab_size = SPEC[name]["vocab_size"]
     rows = [
         {"prompt": " ".join(f"t{rng.randint(2, vocab_size - 1)}" for _ in range(rng.randint(32, 128)))}
         for _ in range(PROMPTS * num_steps)
