@@ -17,7 +17,9 @@ def _whole(value: Any) -> Any:
 
 def _no_number(value: Any) -> Any:
     """1 == True in Python; here it is a mistake."""
-    return repr(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        raise ValueError("a number")
+    return value
 
 
 def _listed(value: Any) -> Any:

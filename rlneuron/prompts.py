@@ -134,7 +134,7 @@ def _parsed_object(text: str) -> Any:
         value = json.loads(text)
     except json.JSONDecodeError:
         return text
-    return value if isinstance(value, dict) else text
+    return _without_none(value) if isinstance(value, dict) else text
 
 
 def _without_none(value: Any) -> Any:

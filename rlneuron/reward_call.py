@@ -134,14 +134,16 @@ def _attempt(function: RewardFunction, arguments: Mapping[str, Any], timeout_s: 
 
 
 def _named(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    """Type and first line of the message; the rest goes with the traceback."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _user_trace(error: BaseException) -> str:
-    """The traceback without our own frames."""
+    """The traceback without our own frames, and the message if it has several lines."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OWN_FILES)]
-    return "".join(traceback.format_list(frames)).rstrip()
+    message = f"{type(error).__name__}: {error}" if "\n" in str(error) else ""
+    return ("".join(traceback.format_list(frames)) + message).rstrip()
 
 
 _OWN_FILES = (__file__, asyncio.__file__.removesuffix("__init__.py"), threading.__file__)

@@ -167,6 +167,8 @@ class _Reader:
         if id(node) in self.open_nodes:
             raise YamlProblem(f"{self.at(node)}: an alias that contains itself")
         self.document.origins[path] = self.origin(node, key or node)
+        if not isinstance(node, ScalarNode) and str(node.tag).rsplit(":", 1)[-1] not in ("map", "seq"):
+            raise YamlProblem(f"{self.at(node)}: the tag {node.tag} is not allowed; write a plain value")
         self.open_nodes.append(id(node))
         try:
             if isinstance(node, MappingNode):
