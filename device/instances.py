@@ -59,7 +59,9 @@ def visible_cores(text: str | None, num_cores: int) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise ValueError(f"NEURON_RT_VISIBLE_CORES: {text!r} is no list of core ids; write for instance '0,1' or '0-3'.")
+            raise ValueError(
+                f"NEURON_RT_VISIBLE_CORES: {text!r} is no list of core ids; write for instance '0,1' or '0-3'."
+            )
         cores.extend(range(int(first), int(last or first) + 1))
     if len(set(cores)) != len(cores):
         raise ValueError(f"NEURON_RT_VISIBLE_CORES: {text!r} names a core twice.")

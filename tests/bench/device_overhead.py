@@ -22,9 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from models import llama  # noqa: E402
+from models import llama
 
-from rlneuron.device import oplog, select  # noqa: E402
+from rlneuron.device import oplog, select
 
 BATCH, LENGTH = 8, 128
 
@@ -42,7 +42,7 @@ def step_of(name: str, device: str) -> Callable[[], float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 SPEC: dict[str, dict[str, Any]] = {
-    "S": dict(
-        vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True,
-    ),
-    "M": dict(
-        vocab_size=4096, hidden_size=384, intermediate_size=1536, num_hidden_layers=6,
-        num_attention_heads=6, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
-    ),
+    "S": {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True,
+    },
+    "M": {
+        "vocab_size": 4096, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 
 

@@ -189,7 +189,9 @@ def test_set_and_storage_resize(neuron: torch.device) -> None:
 
 
 def test_unsupported_layouts_name_layout_and_device(neuron: torch.device) -> None:
-    with pytest.raises((NotImplementedError, RuntimeError), match=r"(?i)sparse.*neuron|neuron.*sparse|SparsePrivateUse1"):
+    with pytest.raises(
+        (NotImplementedError, RuntimeError), match=r"(?i)sparse.*neuron|neuron.*sparse|SparsePrivateUse1"
+    ):
         torch.eye(3).to_sparse().to(neuron)
 
 

@@ -14,7 +14,11 @@ from torch.utils.checkpoint import checkpoint
 def small_net() -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(
-        torch.nn.Embedding(20, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 20)
+        torch.nn.Embedding(20, 16),
+        torch.nn.LayerNorm(16),
+        torch.nn.Linear(16, 32),
+        torch.nn.GELU(),
+        torch.nn.Linear(32, 20),
     )
 
 
@@ -116,9 +120,16 @@ def test_generators_and_rng_state(neuron: torch.device) -> None:
     assert torch.equal(first, torch.rand(4, generator=generator.manual_seed(3), device=neuron))
     assert torch.equal(cpu_state, torch.get_rng_state()), "the CPU's stream must not move"
     other = torch.neuron.get_rng_state(1)
-    with pytest.raises(KeyError), torch.random.fork_rng(devices=[0], device_type="neuron"):
-        torch.rand(4, device=neuron)
-        raise KeyError
+    state = torch.neuron.get_rng_state()
+
+    def fail_after_drawing() -> None:
+        with torch.random.fork_rng(devices=[0], device_type="neuron"):
+            torch.rand(4, device=neuron)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_after_drawing()
+    assert torch.equal(torch.neuron.get_rng_state(), state)
     assert torch.equal(torch.neuron.get_rng_state(1), other)
     with pytest.raises(RuntimeError, match="generator"):
         torch.rand(4, generator=torch.Generator(), device=neuron)
