@@ -37,7 +37,6 @@ TRL_NOT_HERE: dict[str, str] = {
     # model
     "model_init_kwargs": "write model.dtype and model.trust_remote_code",
     "router_aux_loss_coef": f"mixture-of-experts losses: {_PLAN}",
-    "disable_dropout": "dropout is always off, so that rollout and learner are the same function; remove it",
     "cast_lm_head_to_fp32": "log-probabilities are always computed in float32; remove it",
     "gradient_checkpointing_kwargs": "write model.gradient_checkpointing",
     "activation_checkpointing": "write model.gradient_checkpointing",

@@ -75,8 +75,12 @@ def _train_rules(config: "RunConfig") -> Iterator[Problem]:
         yield Problem(("train", "max_steps"), "0 is given; allowed: -1 (num_train_epochs decides) or >= 1")
     if train.save_total_limit == 0:
         yield Problem(("train", "save_total_limit"), "0 is given; allowed: -1 or null (all are kept) or >= 1")
+    if train.warmup_steps > 1 and not float(train.warmup_steps).is_integer():
+        yield Problem(
+            ("train", "warmup_steps"), f"{train.warmup_steps} is given; allowed: a share below 1 or whole steps"
+        )
     if train.lr_scheduler_type == "constant" and train.warmup_steps > 0:
-        text = f"{train.warmup_steps} has no effect with lr_scheduler_type constant; write constant_with_warmup there"
+        text = f"{train.warmup_steps:g} has no effect with lr_scheduler_type constant; write constant_with_warmup there"
         yield Problem(("train", "warmup_steps"), text)
 
 
@@ -145,8 +149,8 @@ def _run_warnings(config: "RunConfig") -> Iterator[str]:
     train, device = config.train, config.device
     if train.learning_rate == 0:
         yield "train.learning_rate: 0, nothing is learned (a control run)"
-    if 0 < train.max_steps <= train.warmup_steps:
-        yield f"train.warmup_steps {train.warmup_steps} of {train.max_steps} steps: the learning rate never gets there"
+    if 0 < train.max_steps <= train.warmup_steps and train.warmup_steps >= 1:
+        yield f"train.warmup_steps {train.warmup_steps:g} of {train.max_steps} steps: the learning rate never gets up"
     if config.data.eval is not None and train.eval_steps is None and not train.eval_on_start:
         yield "data.eval is set but train.eval_steps is null: nothing is evaluated"
     if device.type != "neuron" and device.hbm_gib is not None:

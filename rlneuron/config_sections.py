@@ -62,6 +62,8 @@ class ModelSection(Section):
     """Type of the weights."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more arithmetic."""
+    disable_dropout: bool = False
+    """Set every dropout of the model to 0, so that rollout and learner are the same function."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
@@ -259,8 +261,8 @@ class TrainSection(Section):
     """AdamW's learning rate after warm-up."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
     """Shape of the learning rate after warm-up."""
-    warmup_steps: Index = 0
-    """Optimizer steps of linear warm-up."""
+    warmup_steps: NonNegative = 0
+    """Optimizer steps of linear warm-up; below 1: this share of all steps."""
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -281,7 +283,7 @@ class TrainSection(Section):
     """Completions generated at once, instead of steps_per_generation."""
     bf16: bool = False
     """Compute in bfloat16 with float32 weights and optimizer state."""
-    tokens_per_micro_batch: Count = 8192
+    tokens_per_micro_batch: Count = 2048
     """Most tokens of one packed forward pass; changes memory and speed, not the result."""
     seed: Index = 42
     """Seed of sampling and of the data order."""

@@ -26,6 +26,7 @@ def learner_config(config: RunConfig, arithmetic: BatchArithmetic) -> LearnerCon
         tokens_per_micro_batch=train.tokens_per_micro_batch,
         bf16=train.bf16,
         gradient_checkpointing=config.model.gradient_checkpointing,
+        disable_dropout=config.model.disable_dropout,
         seed=train.seed,
         loss_type=algo.loss_type,
         epsilon=algo.epsilon,

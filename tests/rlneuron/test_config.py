@@ -211,6 +211,10 @@ def test_hub_ids_stay_as_they_are(tmp_path):
          "write data.eval.size or data.eval.path"),
         ("train: {max_steps: 0}", "run.yaml:1:20: train.max_steps: 0 is given; allowed: -1 (num_train_epochs decides) "
          "or >= 1"),
+        ("train: {warmup_steps: 2.5}", "run.yaml:1:23: train.warmup_steps: 2.5 is given; allowed: a share below 1 or "
+         "whole steps"),
+        ("train: {warmup_steps: 3, lr_scheduler_type: constant}", "run.yaml:1:23: train.warmup_steps: 3 has no effect "
+         "with lr_scheduler_type constant; write constant_with_warmup there"),
         ("rollout: {batch_invariant: true}", "run.yaml:1:28: rollout.batch_invariant: true is not available yet; "
          "write false"),
         ("algo: {loss_type: cispo}", "run.yaml:1:19: algo.loss_type: cispo is not available yet; write dapo or grpo or "
@@ -377,7 +381,7 @@ def test_values_that_are_not_built_are_declared_for_existing_keys():
         (["rollout.num_generations=2"], "+-0.707"),
         (["train.learning_rate=0"], "nothing is learned"),
         (["algo.epsilon_high=0.1"], "is below epsilon 0.2"),
-        (["train.max_steps=5", "train.warmup_steps=5"], "never gets there"),
+        (["train.max_steps=5", "train.warmup_steps=5"], "never gets up"),
         (["algo.beta=0.1"], "one more core"),
         (["device.type=cpu", "device.hbm_gib=4"], "device.hbm_gib has no effect"),
         ([], "the ratio is 1, so epsilon"),
