@@ -25,6 +25,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 SECONDS_PER_OPERATOR = 20.0
+# Their tensor arguments beside the input lie on the host for every device (on CUDA too).
+HOST_ARGUMENTS = ("tensor_split",)
 # Their results are random or uninitialised.
 METADATA_ONLY = ("empty", "new_empty", "rand", "normal", "bernoulli", "multinomial", "dropout", "uniform", "cauchy",
                  "exponential", "geometric", "log_normal", "rrelu", "sdpa_dropout", "fractional_max_pool", "lowrank",
@@ -43,12 +45,20 @@ def name_of(op: Any) -> str:
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
 
 
+def placed(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A copy of `tensor` on `device` within a copy of its whole storage: views keep their surroundings."""
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        return tensor.to(device)
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return whole.to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
 def moved(value: Any, device: str) -> Any:
     """`value` with its tensors on `device`, as leaves that require gradients where the originals do."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return leaf.detach().to(device).requires_grad_(leaf.requires_grad)
+            return placed(leaf.detach(), device).detach().requires_grad_(leaf.requires_grad)
         if isinstance(leaf, torch.device) or leaf == "cpu":
             return torch.device(device)
         return leaf
@@ -59,6 +69,8 @@ def moved(value: Any, device: str) -> Any:
 def run_sample(op: Any, sample: Any, device: str, backward: bool) -> tuple[list[Any], list[torch.Tensor | None]]:
     """Output leaves and, if asked, the gradients of the sample's tensors."""
     arguments = moved((sample.input, sample.args, sample.kwargs), device)
+    if op.name in HOST_ARGUMENTS:
+        arguments = (arguments[0], sample.args, sample.kwargs)
     out = op.op(arguments[0], *arguments[1], **arguments[2])
     leaves = tree_leaves(out)
     if not backward:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +113,20 @@ def test_autoload_acts_only_when_asked() -> None:
     )
     done = run(program, RLNEURON_SIM="trn1.2xlarge,hbm_gib=2", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout.split() == ["neuron", str(2 * 2**30)]
+
+
+def test_import_torch_activates_an_unmodified_program(tmp_path: Path) -> None:
+    info = tmp_path / "autoloadtest-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: autoloadtest\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nautoloadtest = rlneuron.device.autoload:autoload\n")
+    program = "import torch; print(torch.accelerator.current_accelerator(), torch.ones(2).to('neuron').sum().item())"
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    assert run(program, PYTHONPATH=path, RLNEURON_SIM="trn2.3xlarge").stdout.split() == ["neuron", "2.0"]
+    done = run(program, PYTHONPATH=path, RLNEURON_SIM="trn2.3xlrge")
+    assert "write 'trn2.3xlarge'" in done.stderr, "a mistake is said"
+    done = run("import torch; print(torch.accelerator.current_accelerator())", PYTHONPATH=path, RLNEURON_SIM="")
+    assert done.stdout.strip() == "None"
 
 
 def test_autoload_never_raises(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
