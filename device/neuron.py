@@ -10,31 +10,45 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
+from rlneuron.device import memory as memory
 from rlneuron.device import runtime
+from rlneuron.device.cores import Device, index_of
+from rlneuron.device.memory import (
+    empty_cache as empty_cache,
+)
+from rlneuron.device.memory import (
+    max_memory_allocated as max_memory_allocated,
+)
+from rlneuron.device.memory import (
+    max_memory_reserved as max_memory_reserved,
+)
+from rlneuron.device.memory import (
+    mem_get_info as mem_get_info,
+)
+from rlneuron.device.memory import (
+    memory_allocated as memory_allocated,
+)
+from rlneuron.device.memory import (
+    memory_reserved as memory_reserved,
+)
+from rlneuron.device.memory import (
+    memory_stats as memory_stats,
+)
+from rlneuron.device.memory import (
+    memory_summary as memory_summary,
+)
+from rlneuron.device.memory import (
+    reset_accumulated_memory_stats as reset_accumulated_memory_stats,
+)
+from rlneuron.device.memory import (
+    reset_peak_memory_stats as reset_peak_memory_stats,
+)
 
 Stream = torch.Stream
-Device = torch.device | str | int | None
 _PRIVATE_USE_1 = 20  # c10::DeviceType::PrivateUse1
-_STATISTICS = ("allocated_bytes", "reserved_bytes", "active_bytes")
-
-
-def _index(device: Device = None) -> int:
-    """The index of a core that exists. Raises RuntimeError naming index and count, ValueError for another device."""
-    if device is None:
-        return int(runtime.backend().current_core())
-    if not isinstance(device, int):
-        given = torch.device(device)
-        if given.type != "neuron":
-            raise ValueError(f"Expected a neuron device, but got: {given}")
-        device = -1 if given.index is None else given.index
-        return int(runtime.backend().check_core(device))
-    if device < 0:
-        raise RuntimeError(f"neuron:{device} does not exist: this process sees {device_count()} logical core(s)")
-    return int(runtime.backend().check_core(device))
 
 
 # ---- device ----
@@ -65,12 +79,12 @@ def current_device() -> int:
 
 def set_device(device: Device) -> None:
     """Makes `device` the calling thread's core."""
-    runtime.backend().set_current_core(_index(device))
+    runtime.backend().set_current_core(index_of(device))
 
 
 def get_device_name(device: Device = None) -> str:
     """ "neuron:i"."""
-    return f"neuron:{_index(device)}"
+    return f"neuron:{index_of(device)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +105,7 @@ class device:
     """Context manager: the calling thread's core is `device` inside (None changes nothing)."""
 
     def __init__(self, device: Device) -> None:
-        self._wanted = None if device is None else _index(device)
+        self._wanted = None if device is None else index_of(device)
         self._previous = -1
 
     def __enter__(self) -> None:
@@ -126,17 +140,17 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 # ---- synchronisation and streams ----
 def synchronize(device: Device = None) -> None:
     """Work is done when its call returns; only checks that the core exists."""
-    _index(device)
+    index_of(device)
 
 
 def current_stream(device: Device = None) -> torch.Stream:
     """The calling thread's stream on a core."""
-    return torch.accelerator.current_stream(torch.device("neuron", _index(device)))
+    return torch.accelerator.current_stream(torch.device("neuron", index_of(device)))
 
 
 def default_stream(device: Device = None) -> torch.Stream:
     """The stream that a core starts with."""
-    return torch.Stream(stream_id=0, device_index=_index(device), device_type=_PRIVATE_USE_1)
+    return torch.Stream(stream_id=0, device_index=index_of(device), device_type=_PRIVATE_USE_1)
 
 
 def set_stream(stream: torch.Stream) -> None:
@@ -192,73 +206,9 @@ def query(queried: torch.Stream | None = None) -> bool:
     return (queried or current_stream()).query()
 
 
-# ---- memory ----
-def memory_stats(device: Device = None) -> dict[str, Any]:
-    """The documented statistics: three byte counts with current, peak, allocated, freed, and four counters."""
-    flat = runtime.backend().memory(_index(device))
-    parts = ("current", "peak", "allocated", "freed")
-    grouped: dict[str, Any] = {name: {part: flat.pop(f"{name}.{part}") for part in parts} for name in _STATISTICS}
-    return {**grouped, **flat}
-
-
-def memory_allocated(device: Device = None) -> int:
-    """Bytes of HBM in use on a core."""
-    return int(memory_stats(device)["allocated_bytes"]["current"])
-
-
-def max_memory_allocated(device: Device = None) -> int:
-    """The most bytes in use since the start or `reset_peak_memory_stats`."""
-    return int(memory_stats(device)["allocated_bytes"]["peak"])
-
-
-def memory_reserved(device: Device = None) -> int:
-    """Bytes of HBM that the allocator holds, in use or cached."""
-    return int(memory_stats(device)["reserved_bytes"]["current"])
-
-
-def max_memory_reserved(device: Device = None) -> int:
-    """The most bytes held since the start or `reset_peak_memory_stats`."""
-    return int(memory_stats(device)["reserved_bytes"]["peak"])
-
-
-def reset_peak_memory_stats(device: Device = None) -> None:
-    """Sets peaks to the current values."""
-    runtime.backend().reset_peak(_index(device))
-
-
-def reset_accumulated_memory_stats(device: Device = None) -> None:
-    """Sets the allocated and freed sums to zero."""
-    runtime.backend().reset_accumulated(_index(device))
-
-
-def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """Free and total bytes of HBM of a core."""
-    total = int(runtime.backend().hbm_bytes())
-    return total - memory_allocated(device), total
-
-
-def empty_cache() -> None:
-    """Gives cached memory back to the host."""
-    runtime.backend().empty_cache()
-
-
-def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
-    """The statistics as a table for people, in MiB."""
-    statistics = memory_stats(device)
-    heads = f"{'':16}{'current':>12}{'peak':>12}{'allocated':>14}{'freed':>14}"
-    lines = [f"{get_device_name(device)} memory, MiB", heads]
-    for name in _STATISTICS:
-        row = statistics[name]
-        cells = [f"{row[part] / 2**20:.1f}" for part in ("current", "peak", "allocated", "freed")]
-        lines.append(f"{name:16}{cells[0]:>12}{cells[1]:>12}{cells[2]:>14}{cells[3]:>14}")
-    if not abbreviated:
-        lines.extend(f"{name:24}{value}" for name, value in statistics.items() if name not in _STATISTICS)
-    return "\n".join(lines)
-
-
 # ---- random numbers ----
 def _generator(device: Device = None) -> torch.Generator:
-    return default_generators[_index(device)]
+    return default_generators[index_of(device)]
 
 
 class _DefaultGenerators:

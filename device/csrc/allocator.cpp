@@ -3,7 +3,8 @@
 // Small blocks (< 1 MiB) are rounded up to an eighth of their power of two (at least 256 bytes) and carved from 2 MiB
 // segments; larger ones are mapped one by one. Freed blocks are kept, so that a large tensor does not fault its pages
 // in anew at every step. Capacity is checked before memory exists: allocated + requested must fit. Cached blocks
-// never cause an out-of-memory error: they go back to the system first.
+// never cause an out-of-memory error: they go back to the system first. They also never make the pool much larger than
+// the most that was ever in use at once, since the host has less memory than the cores it simulates.
 #include "neuron.h"
 
 #include <c10/util/Exception.h>
@@ -27,6 +28,8 @@ constexpr size_t kPage = 4096;
 constexpr int kClasses = 13 * 8;
 // A cached large block serves a request of at least this share of it.
 constexpr size_t kReuseNumerator = 7, kReuseDenominator = 8;
+// The pool may reserve its peak use and a quarter, and this much.
+constexpr size_t kSlack = size_t(64) << 20;
 
 int small_class(size_t bytes) {
   if (bytes <= 256) {
@@ -124,6 +127,7 @@ class Pool {
       block->next = list;
       list = block;
     } else {
+      block->age = ++clock_;
       large_.emplace(block->capacity, block);
     }
   }
@@ -213,10 +217,11 @@ class Pool {
       large_.erase(found);
       return block;
     }
-    const size_t limit = config().hbm_bytes;
-    if (reserved() + bytes > limit) {
-      ++stats_.num_alloc_retries;
-      release_until(reserved() + bytes - limit);
+    const size_t peak = static_cast<size_t>(stats_.allocated_bytes[0].peak);
+    const size_t bound = std::min(config().hbm_bytes, peak + peak / 4 + kSlack);
+    if (reserved() + bytes > bound) {
+      stats_.num_alloc_retries += reserved() + bytes > config().hbm_bytes;
+      release_until(reserved() + bytes - bound);
     }
     const size_t mapped = (bytes + kHeader + kPage - 1) / kPage * kPage;
     Block* block = make_block(map_memory(mapped), core, false, bytes);
@@ -224,14 +229,19 @@ class Pool {
     return block;
   }
 
-  // Unmaps cached large blocks, the largest first, until `bytes` are released or none is left.
+  // Unmaps cached large blocks, the longest unused first, until `bytes` are released or none is left.
   void release_until(size_t bytes) {
     size_t released = 0;
     while (!large_.empty() && released < bytes) {
-      auto last = std::prev(large_.end());
-      Block* block = last->second;
+      auto oldest = large_.begin();
+      for (auto one = large_.begin(); one != large_.end(); ++one) {
+        if (one->second->age < oldest->second->age) {
+          oldest = one;
+        }
+      }
+      Block* block = oldest->second;
       released += block->capacity;
-      large_.erase(last);
+      large_.erase(oldest);
       unreserve(block->capacity, false);
       drop_alias(block);
       const size_t mapped = (block->capacity + kHeader + kPage - 1) / kPage * kPage;
@@ -271,6 +281,7 @@ class Pool {
   std::multimap<size_t, Block*> large_;
   char* segment_ = nullptr;
   size_t segment_left_ = 0;
+  uint64_t clock_ = 0;
   DeviceStats stats_;
   int64_t frees_ = 0, requests_ = 0;
 };

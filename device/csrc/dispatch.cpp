@@ -25,7 +25,7 @@ using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-enum class Kind : uint8_t { tensor, tensor_list, optional_tensor_list, device, generator, storage };
+enum class Kind : uint8_t { tensor, tensor_list, optional_tensor_list, device };
 
 struct Argument {
   int index;
@@ -132,8 +132,6 @@ class OperatorRunner final : public c10::OperatorKernel {
     } else if (type->kind() == c10::TypeKind::GeneratorType) {
       generator_ = index;
       return;
-    } else if (type->kind() == c10::TypeKind::StorageType) {
-      arguments_.push_back({index, Kind::storage, false});
     } else if (auto list = type->cast<c10::ListType>()) {
       const auto element = list->getElementType();
       if (element->kind() == c10::TypeKind::TensorType) {
@@ -210,8 +208,6 @@ class OperatorRunner final : public c10::OperatorKernel {
           }
           value = c10::Device(c10::kCPU);
         }
-        break;
-      default:
         break;
     }
   }

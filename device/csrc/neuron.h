@@ -46,7 +46,8 @@ struct Block {
   size_t capacity; // bytes of data that fit
   size_t charged; // bytes counted against HBM while the block is in use
   std::atomic<c10::StorageImpl*> alias; // the non-owning CPU alias, made on first use, owned by the block
-  Block* next; // in the free list
+  Block* next; // in the free list of small blocks
+  uint64_t age; // when a large block was last freed
 };
 constexpr size_t kHeader = 64;
 static_assert(sizeof(Block) <= kHeader);

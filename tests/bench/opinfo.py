@@ -12,6 +12,7 @@ JSON with `forward_rate`, `backward_rate` and the failures with their reasons.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -71,7 +72,10 @@ def run_sample(op: Any, sample: Any, device: str, backward: bool) -> tuple[list[
     arguments = moved((sample.input, sample.args, sample.kwargs), device)
     if op.name in HOST_ARGUMENTS:
         arguments = (arguments[0], sample.args, sample.kwargs)
-    out = op.op(arguments[0], *arguments[1], **arguments[2])
+    places = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor | torch.device)]
+    # A factory sample that names no device means the default one.
+    with contextlib.nullcontext() if places else torch.device(device):
+        out = op.op(arguments[0], *arguments[1], **arguments[2])
     leaves = tree_leaves(out)
     if not backward:
         return leaves, []

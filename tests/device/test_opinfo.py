@@ -14,14 +14,15 @@ import torch
 
 SUBSET = [
     "add", "addbmm", "addmm", "amax", "argsort", "as_strided.partial_views", "baddbmm", "bmm", "cat", "clamp", "cumsum",
-    "diff", "einsum",
-    "expand", "fft.ifft", "fft.hfft", "flip", "gather", "index_add", "index_put", "index_select",
+    "diff",
+    "einsum", "expand", "fft.ifft", "fft.hfft", "flip", "gather", "index_add", "index_put", "index_select",
     "layer_norm", "linalg.cholesky", "linalg.svd", "log_softmax", "logsumexp", "masked_fill", "masked_select", "matmul",
     "max.reduction_with_dim", "mean", "nn.functional.conv2d", "nn.functional.cross_entropy",
     "nn.functional.embedding", "nn.functional.gelu", "nn.functional.group_norm", "nn.functional.interpolate.bilinear",
     "nn.functional.linear", "nn.functional.max_pool2d", "nn.functional.rms_norm",
     "nn.functional.scaled_dot_product_attention", "nn.functional.silu", "nonzero", "norm", "pow", "put", "repeat",
-    "resize_", "roll", "scatter_add", "softmax", "sort", "split", "std", "sum", "take_along_dim", "tensor_split", "topk",
+    "resize_", "roll", "scatter_add", "softmax", "sort", "split", "std", "sum", "take_along_dim", "tensor_split",
+    "topk",
     "tril", "unique", "var_mean", "view_as_complex", "where",
 ]  # fmt: skip
 
