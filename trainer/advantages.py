@@ -84,8 +84,8 @@ def group_advantages(
         raise ValueError(f'scale_rewards: {scale_rewards!r}; write "group", "batch" or "none".')
     advantages_PG = deviation_PG if scale_rewards == "none" else deviation_PG / (std_PG + eps)
     # Rounding of the mean must not turn a constant group into a signal: max == min is exact where std is not.
-    constant_P1 = (
-        rewards_PG.nan_to_num(-torch.inf).amax(1, keepdim=True) == rewards_PG.nan_to_num(torch.inf).amin(1, keepdim=True)
+    constant_P1 = rewards_PG.nan_to_num(-torch.inf).amax(1, keepdim=True) == rewards_PG.nan_to_num(torch.inf).amin(
+        1, keepdim=True
     )
     return Advantages(
         advantages_B=advantages_PG.masked_fill(constant_P1, 0.0).nan_to_num(0.0).flatten(),

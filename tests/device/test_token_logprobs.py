@@ -9,7 +9,9 @@ from torch import Tensor
 from rlneuron.device.ops import token_logprobs as module
 
 
-def by_log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, t: float) -> tuple[Tensor, Tensor]:
+def by_log_softmax(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, t: float
+) -> tuple[Tensor, Tensor]:
     log_p = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias) / t, -1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 

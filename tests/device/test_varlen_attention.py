@@ -11,7 +11,9 @@ from rlneuron.device.ops import varlen_attention as module
 from rlneuron.device.ops.kernels import load
 
 # A prompt of 37 tokens with three completions (one longer than a block of the kernel), then a row of its own.
-SEGMENTS = torch.tensor([[0, 37, 0, 0], [37, 5, 0, 37], [42, 150, 0, 37], [192, 1, 0, 37], [193, 70, 0, 0]], dtype=torch.int32)
+SEGMENTS = torch.tensor(
+    [[0, 37, 0, 0], [37, 5, 0, 37], [42, 150, 0, 37], [192, 1, 0, 37], [193, 70, 0, 0]], dtype=torch.int32
+)
 NUM_TOKENS = 270  # the last 7 lie in no segment
 
 

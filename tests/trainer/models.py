@@ -50,7 +50,9 @@ def batch(
     """Random prompts with `group` completions each; sampling log-probabilities only with `noise`, and see `ref`."""
     draw = random.Random(seed)
     prompts = [[draw.randrange(3, VOCAB) for _ in range(draw.randint(1, 6))] for _ in range(num_prompts)]
-    completions = [[draw.randrange(3, VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(num_prompts * group)]
+    completions = [
+        [draw.randrange(3, VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(num_prompts * group)
+    ]
     fake = lambda scale: [[-3.0 + draw.gauss(0, scale) for _ in c] for c in completions]  # noqa: E731
     return TrainBatch(
         prompt_ids=[prompts[i // group] for i in range(num_prompts * group)],
