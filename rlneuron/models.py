@@ -6,7 +6,6 @@ that comes with a model is not run unless `model.trust_remote_code` says so.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -146,17 +145,16 @@ def attention_refusal(config: PreTrainedConfig) -> str | None:
 def _resolve(path: str) -> str:
     """The folder or hub id to give to transformers. ValueError if it looks like a folder and is none."""
     folder = Path(path).expanduser()
-    if folder.is_dir():
+    if path and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(
                 f"model.path: the folder {path!r} has no config.json; give a folder written by save_pretrained"
             )
         return str(folder)
-    if folder.exists():
+    if path and folder.exists():
         raise ValueError(f"model.path: {path!r} is a file; give the folder that holds config.json and the weights")
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    # Hub ids are owner/name; a few old ones (gpt2) have no owner.
-    if looks_local and (os.sep in path or path.startswith((".", "~")) or not path):
+    # Hub ids are owner/name, or just a name (gpt2).
+    if not path or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ValueError(
             f"model.path: there is no folder {path!r}; write an existing folder, a hub id such as "
             "HuggingFaceTB/SmolLM2-135M-Instruct, or rlneuron/quickstart"
