@@ -128,3 +128,13 @@ def test_memory_info(neuron: torch.device) -> None:
     free, total = torch.neuron.mem_get_info()
     assert total == runtime.settings().hbm_bytes == torch.neuron.get_device_properties().total_memory
     assert free == total - torch.neuron.memory_allocated()
+
+
+def test_the_cache_stays_near_the_peak_of_use(neuron: torch.device) -> None:
+    """Many different large sizes, one at a time: what is kept is bounded by the peak, not by the HBM."""
+    torch.neuron.empty_cache()
+    for i in range(60):
+        torch.empty(2 * MB + i * 400_000, dtype=torch.uint8, device="neuron:2")
+    statistics = torch.neuron.memory_stats(2)
+    assert statistics["reserved_bytes"]["current"] <= 1.25 * statistics["allocated_bytes"]["peak"] + 64 * 2**20
+    assert statistics["num_alloc_retries"] == 0

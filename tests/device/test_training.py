@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -213,3 +215,40 @@ def test_functional_transforms(neuron: torch.device) -> None:
     expected = torch.func.vmap(torch.func.jacrev(lambda t: t.sin() * t.sum()))(x.cpu())
     assert jacobian.device == neuron
     assert_close(jacobian.cpu(), expected)
+
+
+def test_data_loader_forks_after_the_device_was_used(neuron: torch.device) -> None:
+    torch.ones(1, device=neuron)
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=4, num_workers=1, pin_memory=True, multiprocessing_context="fork"
+    )
+    total = sum(batch[0].to(neuron, non_blocking=True).sum() for batch in loader)
+    assert isinstance(total, torch.Tensor) and total.item() == 28
+    assert torch.ones(1, device=neuron).item() == 1
+
+
+def test_threads_train_at_once(neuron: torch.device) -> None:
+    weight = torch.eye(32, device=neuron).requires_grad_()
+
+    def work() -> None:
+        for _ in range(20):
+            (weight @ weight).sum().backward()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert weight.grad is not None
+    assert_close(weight.grad.cpu(), torch.full((32, 32), 60 * 2.0))
+
+
+def test_default_device_meta_and_fake_tensors(neuron: torch.device) -> None:
+    with torch.device(neuron):
+        assert torch.nn.Linear(2, 2).weight.device == neuron
+    module = torch.nn.Linear(3, 3, device="meta").to_empty(device=neuron)
+    assert module.weight.device == neuron
+    with FakeTensorMode():
+        x = torch.empty(2, 4, 8, 8, device=neuron)
+        assert torch.nn.functional.scaled_dot_product_attention(x, x, x).device == neuron
