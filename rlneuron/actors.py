@@ -1,4 +1,4 @@
-"""Ray actors: thin shells around plain classes that also work in one process without Ray.
+"""The classes that Ray runs as actors: thin shells around plain classes that also work in one process without Ray.
 
 Each actor chooses its hardware (`device.select`), builds its class and forwards calls. Device actors see their
 core through `NEURON_RT_VISIBLE_CORES`, which Ray sets from the placement group. Reward actors hold no core.
@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
+from transformers.utils import logging as transformers_logging
 
 from rlneuron import models
 from rlneuron.batch_arithmetic import BatchArithmetic
@@ -61,6 +61,7 @@ class DeviceProcess:
         if self.hardware.simulated:
             oplog.enable()
         torch.manual_seed(config.train.seed)
+        transformers_logging.disable_progress_bar()  # a bar in a worker's log is noise in the driver's terminal
         self.loaded = models.load(
             model_path, dtype=models.DTYPES[config.model.dtype], trust_remote_code=config.model.trust_remote_code
         )
@@ -83,7 +84,6 @@ class DeviceProcess:
         return Usage(time.process_time(), totals.ops, totals.flops, totals.bytes, peak)
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
 class LearnerActor(DeviceProcess):
     """Owns the weights being trained, the optimizer, and the segment through which weights go out."""
 
@@ -122,7 +122,6 @@ class LearnerActor(DeviceProcess):
         self.segment.close(unlink=True)
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
 class RolloutActor(DeviceProcess):
     """One engine on one core."""
 
@@ -158,7 +157,6 @@ class RolloutActor(DeviceProcess):
         return replace(super().usage(), engine=counters)
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
 class ReferenceActor(DeviceProcess):
     """The frozen model that the KL term compares with."""
 
@@ -172,7 +170,6 @@ class ReferenceActor(DeviceProcess):
         return self.reference.logprobs(batch)
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
 class RewardActor:
     """Runs reward functions. Holds no core."""
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+import ray._private.ray_constants as ray_constants
+from ray._raylet import AuthenticationTokenLoader, Config
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from rlneuron.waiting import RunError
@@ -46,10 +48,9 @@ def start(*, run_folder: Path, resources: Mapping[str, float], include_dashboard
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_path)
     os.environ.pop("RAY_AUTH_TOKEN", None)
+    _read_authentication_again()
     # Without clusters Ray takes 127.0.0.1 as the node's address; `_node_ip_address="127.0.0.1"` is resolved away.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    import ray._private.ray_constants as ray_constants
-
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Two OpenMP threads on a busy core wait for each other's time slice: one thread per worker.
@@ -71,6 +72,7 @@ def start(*, run_folder: Path, resources: Mapping[str, float], include_dashboard
 
 def join(address: str, *, namespace: str) -> Cluster:
     """Connects to a running cluster ("auto" or "host:port")."""
+    _read_authentication_again()
     try:
         context = ray.init(address=address, namespace=namespace, logging_level="warning")
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -80,6 +82,12 @@ def join(address: str, *, namespace: str) -> Cluster:
         ) from None
     url = f"http://{context.dashboard_url}" if context.dashboard_url else None
     return Cluster(context.address_info["address"], url, None, started_here=False)
+
+
+def _read_authentication_again() -> None:
+    """Ray reads RAY_AUTH_* when it is imported; this is how its own tests make it look again."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _object_store_bytes() -> int:

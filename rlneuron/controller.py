@@ -32,7 +32,6 @@ from rlneuron.stopwatch import Stopwatch
 from rlneuron.trainer import advantages, checkpoint
 from rlneuron.workers import Workers
 
-
 ENGINE_COUNTERS = ("prefill_tokens", "decode_tokens", "prefix_hit_tokens", "preemptions")
 
 
@@ -85,7 +84,8 @@ class Controller:
     # ---- the run ----
     def run(self) -> None:
         """From the current step to `train.max_steps`; evaluates and saves on the way and at the end."""
-        self.workers.sync_weights(self.step)
+        if self.step > 0:  # at step 0 every worker has loaded the same model; after a resume only the learner has
+            self.workers.sync_weights(self.step)
         if self.step == 0 and self.config.train.eval_on_start and self.prompts.eval_rows:
             self._log(0, self.evaluate())
         while self.step < self.arithmetic.max_steps:

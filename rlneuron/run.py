@@ -190,7 +190,7 @@ class Run:
         more = (
             "" if controller.step < self.arithmetic.max_steps else f" train.max_steps={self.arithmetic.max_steps * 2}"
         )
-        say(f"go on:       {self.command} train.output_dir={self.folder} train.resume=auto{more}")
+        say(f"go on:       {command} train.output_dir={self.folder} train.resume=auto{more}")
         say(f"dashboard:   {self.command} ray.keep_alive=true   keeps it open after the run")
 
     def _keep_alive(self) -> None:
@@ -201,6 +201,11 @@ class Run:
                 time.sleep(3600)
         except KeyboardInterrupt:
             return
+
+
+def _without(command: str, *keys: str) -> str:
+    """The command line without assignments to `keys`."""
+    return " ".join(word for word in command.split(" ") if word.split("=")[0] not in keys)
 
 
 def _token_hint(token_path: Path | None) -> str:

@@ -83,7 +83,9 @@ def _rows(config: RunConfig) -> Sequence[PromptRow]:
     data = config.data
     if data.reasoning_gym is not None:
         gym = data.reasoning_gym
-        return reasoning_gym_rows(gym.task, gym.size, gym.seed, gym.config)
+        return reasoning_gym_rows(
+            gym.task, gym.size, gym.seed, gym.config, conversational=data.conversational is not False
+        )
     assert data.path is not None, "config.py allows no data section without a source"
     return _source_rows(data, data.path, data.name, data.split)
 

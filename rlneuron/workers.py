@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.actor import ActorClass
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -76,9 +75,7 @@ class Workers:
             bundle = placed.index("reference")
             handles["reference"] = self._place(ReferenceActor, "reference", bundle).remote(config, model_path, 0)
         for rank in range(config.reward.num_workers):
-            handles[f"reward-{rank}"] = RewardActor.options(
-                name=f"reward-{rank}", runtime_env={"env_vars": WORKER_ENV}
-            ).remote(config, rank)
+            handles[f"reward-{rank}"] = self._place(RewardActor, f"reward-{rank}", None).remote(config, rank)
         self.owners = [Owner(name, handle, 0) for name, handle in handles.items()]
         self.owners = self._await_start(config.ray.start_timeout_s)
         by_role = {role: [o for o in self.owners if o.name.split("-")[0] == role] for role in _ROLE_NAMES}
@@ -87,9 +84,16 @@ class Workers:
         self._reference = by_role["reference"]
         self._rewards = by_role["reward"]
 
-    def _place(self, actor: ActorClass, name: str, bundle: int) -> Any:
-        options: dict[str, Any] = {"name": name, "runtime_env": {"env_vars": WORKER_ENV}}
-        if self._group is not None:
+    def _place(self, actor: type, name: str, bundle: int | None) -> Any:
+        """`actor` as a Ray class on the core of its bundle; `bundle` None: it holds no core."""
+        # No restarts: a learner that comes back has lost its weights, so a death ends the run.
+        options: dict[str, Any] = {
+            "name": name,
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "runtime_env": {"env_vars": WORKER_ENV},
+        }
+        if self._group is not None and bundle is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=bundle
             )
@@ -97,7 +101,7 @@ class Workers:
                 options["num_gpus"] = 1
             else:
                 options["resources"] = {self._resource: 1}
-        return actor.options(**options)
+        return ray.remote(actor).options(**options)
 
     def _await_start(self, timeout_s: float) -> list[Owner]:
         refs = [owner.handle.pid.remote() for owner in self.owners]
