@@ -27,6 +27,7 @@ _HARMLESS = {
     "use_cache",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "cache_position",
     "position_embeddings",
     "is_causal",
