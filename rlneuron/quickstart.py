@@ -1,7 +1,7 @@
 """The quickstart's model: a 0.25M-parameter Qwen3 with a tokenizer of its own, warm-started on first use and cached.
 
 The task is reasoning-gym's spell_backward on words of 3 to 6 letters. The warm start shows mostly WRONG answers, so
-that supervised training alone ends near 0.3 sampled accuracy whatever its length: what comes after is the reward's
+that supervised training alone ends below 0.35 sampled accuracy whatever its length: what comes after is the reward's
 doing. Does not train by reward; that is the run itself (examples/quickstart.yaml).
 """
 
@@ -63,15 +63,13 @@ class Recipe:
     num_kv_heads: int = 2
     head_dim: int = 24
     ffn_size: int = 192
-    num_steps: int = 400
-    """From about here on more steps change nothing."""
+    num_steps: int = 800
+    """With 400, reward took one seed of three to 0.74 only; with 800 the worst of four came to 0.90."""
     batch_size: int = 64
     learning_rate: float = 1e-3
     num_lr_warmup_steps: int = 20
-    decayed_share: float = 0.0
-    """Last share of the steps, over which the learning rate falls to 0: seeds then end closer together."""
-    right_share: float = 0.3
-    """Share of demonstrations that are right: the ceiling of sampled accuracy."""
+    right_share: float = 0.25
+    """Share of demonstrations that are right: sampled accuracy ends near it, whatever the number of steps."""
     copied_share: float = 0.6
     """Of the wrong ones: the word as it stands; the others are reversed with two neighbouring letters swapped."""
 
@@ -87,9 +85,7 @@ def ensure(seed: int, recipe: Recipe = RECIPE) -> Path:
     """
     folder = model_folder(seed, recipe)
     if not folder.is_dir():
-        print(
-            f"quickstart model: warm start on mostly wrong answers, seed {seed}, once, about half a minute", flush=True
-        )
+        print(f"quickstart model: warm start on mostly wrong answers, seed {seed}, once, about a minute", flush=True)
         figures = _make(folder, seed, recipe)
         print(f"quickstart model: {_sentence(figures)}", flush=True)
     else:
@@ -292,7 +288,7 @@ def warm_start(
         chosen = [rng.choice(words) for _ in range(recipe.batch_size)]
         answers = [tokenizer.encode(f"{demonstration(word, rng, recipe)}<|end|>") for word in chosen]
         loss = _answer_loss(model, [prompt_ids(tokenizer, word) for word in chosen], answers)
-        optimizer.param_groups[0]["lr"] = recipe.learning_rate * _lr_factor(step, recipe)
+        optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1.0, (step + 1) / recipe.num_lr_warmup_steps)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -302,14 +298,6 @@ def warm_start(
             print(f"quickstart model: warm start step {step + 1}/{recipe.num_steps}, loss {losses[-1]:.3f}", flush=True)
     model.eval()
     return losses
-
-
-def _lr_factor(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, constant, linear decay. Step 0 of 400 with 20 warm-up steps: 0.05."""
-    rising = (step + 1) / recipe.num_lr_warmup_steps
-    num_decayed = recipe.decayed_share * recipe.num_steps
-    falling = (recipe.num_steps - step) / num_decayed if num_decayed else 1.0
-    return min(1.0, rising, falling)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, word: str) -> list[int]:

@@ -82,8 +82,8 @@ def test_held_out_warm_start_and_training_words_are_disjoint(data_seed: int) -> 
 def test_demonstrations_are_right_as_often_as_the_recipe_says() -> None:
     rng = random.Random(0)
     shown = [quickstart.demonstration("planet", rng) for _ in range(4000)]
-    assert abs(shown.count("tenalp") / 4000 - 0.3) < 0.03
-    assert abs(shown.count("planet") / 4000 - 0.7 * 0.6) < 0.03
+    assert abs(shown.count("tenalp") / 4000 - 0.25) < 0.03
+    assert abs(shown.count("planet") / 4000 - 0.75 * 0.6) < 0.03
     swapped = [word for word in shown if word not in ("tenalp", "planet")]
     assert {sum(a != b for a, b in zip(word, "tenalp", strict=True)) for word in swapped} == {2}
 
@@ -94,26 +94,17 @@ def test_a_short_warm_start_lowers_the_loss() -> None:
     tokenizer = quickstart.build_tokenizer()
     model = quickstart.build_model(tokenizer)
     assert models.count_parameters(model) == 252_720
-    recipe = dataclasses.replace(quickstart.RECIPE, num_steps=25, batch_size=16, decayed_share=0.0)
+    recipe = dataclasses.replace(quickstart.RECIPE, num_steps=25, batch_size=16)
     losses = quickstart.warm_start(model, tokenizer, ["planet", "window", "house"], seed=0, recipe=recipe)
     assert len(losses) == 25
     assert losses[0] > 3.0  # ln 32 = 3.47
     assert losses[-1] < 2.2
 
 
-def test_learning_rate_rises_stays_and_falls() -> None:
-    recipe = dataclasses.replace(quickstart.RECIPE, num_steps=100, num_lr_warmup_steps=10, decayed_share=0.5)
-    factors = [quickstart._lr_factor(step, recipe) for step in range(100)]
-    assert factors[0] == 0.1 and factors[9] == 1.0 and factors[50] == 1.0
-    assert factors[75] == 0.5 and factors[99] == pytest.approx(0.02)
-
-
 def test_accuracy_counts_whole_answers_with_their_end() -> None:
     tokenizer = quickstart.build_tokenizer()
     model = quickstart.build_model(tokenizer)
-    recipe = dataclasses.replace(
-        quickstart.RECIPE, num_steps=60, batch_size=8, right_share=1.0, learning_rate=3e-3, decayed_share=0.0
-    )
+    recipe = dataclasses.replace(quickstart.RECIPE, num_steps=60, batch_size=8, right_share=1.0, learning_rate=3e-3)
     torch.manual_seed(0)
     quickstart.warm_start(model, tokenizer, ["planet"], seed=0, recipe=recipe)
     assert quickstart.accuracy(model, tokenizer, ["planet", "cat"], greedy=True) == 0.5
