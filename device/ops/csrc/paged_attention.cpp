@@ -54,13 +54,18 @@ struct Cache {
   const T* values;
 };
 
-// scores[r][u * 16 + lane] = sum_d q[r][d] * unit_u[d * block + lane]
+// scores[r][u * 16 + lane] = sum_d q[r][d] * unit_u[d * block + lane]. `ahead` are the units of the next call (or
+// these again): their lines are fetched meanwhile, since the hardware does not foresee the jump to another block.
 template <int R, int U, typename T>
-void dot_units(const float* q, int64_t size, const T* const* units, int64_t block, float* scores, int64_t stride) {
+void dot_units(const float* q, int64_t size, const T* const* units, const T* const* ahead, int64_t block,
+               float* scores, int64_t stride) {
   Floats acc[R][U] = {};
   for (int64_t d = 0; d < size; ++d) {
     Floats k[U];
-    for (int u = 0; u < U; ++u) k[u] = simd::load(units[u] + d * block);
+    for (int u = 0; u < U; ++u) {
+      k[u] = simd::load(units[u] + d * block);
+      __builtin_prefetch(ahead[u] + d * block);
+    }
     for (int r = 0; r < R; ++r) {
       const float x = q[r * size + d];
       for (int u = 0; u < U; ++u) acc[r][u] += x * k[u];
@@ -73,11 +78,16 @@ void dot_units(const float* q, int64_t size, const T* const* units, int64_t bloc
 template <int R, typename T>
 void dot_rows(const float* q, int64_t size, const std::vector<const T*>& units, int64_t block, float* scores,
               int64_t stride) {
-  const int64_t count = static_cast<int64_t>(units.size());
-  int64_t u = 0;
-  for (; u + kUnits <= count; u += kUnits)
-    dot_units<R, kUnits>(q, size, units.data() + u, block, scores + u * kLanes, stride);
-  for (; u < count; ++u) dot_units<R, 1>(q, size, units.data() + u, block, scores + u * kLanes, stride);
+  const T* const* unit = units.data();
+  int64_t left = static_cast<int64_t>(units.size());
+  for (; left >= kUnits; left -= kUnits, unit += kUnits, scores += kUnits * kLanes)
+    dot_units<R, kUnits>(q, size, unit, left >= 2 * kUnits ? unit + kUnits : unit, block, scores, stride);
+  switch (left) {
+    case 3: return dot_units<R, 3>(q, size, unit, unit, block, scores, stride);
+    case 2: return dot_units<R, 2>(q, size, unit, unit, block, scores, stride);
+    case 1: return dot_units<R, 1>(q, size, unit, unit, block, scores, stride);
+    default: return;
+  }
 }
 
 template <typename T>
@@ -103,33 +113,43 @@ struct Span {
   int64_t count;
 };
 
-// out[r][d..] += sum_t p[r][t] * v[t][d..] over all spans, N vectors of D at a time.
+// out[r][d..] += sum_t p[r][t] * v[t][d..] over all spans, N vectors of D at a time. Positions are dealt out to
+// kStreams sums: with few rows one sum per vector would wait for its own last addition.
 template <int R, int N, bool kPartial, typename T>
 void mix_rows(const float* p, int64_t stride, const std::vector<Span<T>>& spans, int64_t size, int64_t d,
               float* out) {
-  Floats acc[R][N];
-  for (int r = 0; r < R; ++r)
+  constexpr int kStreams = R * N <= 2 ? 8 : R * N <= 4 ? 4 : R * N <= 8 ? 2 : 1;
+  Floats acc[kStreams][R][N] = {};
+  const auto add = [&](const Span<T>& span, int64_t t, Floats (&to)[R][N]) __attribute__((always_inline)) {
+    const T* row = span.values + t * size + d;
+    Floats v[N];
     for (int n = 0; n < N; ++n)
-      acc[r][n] = kPartial ? simd::load_first(out + r * size + d, size - d)
-                           : simd::load(out + r * size + d + n * kLanes);
-  for (const Span<T>& span : spans) {
-    for (int64_t t = 0; t < span.count; ++t) {
-      const T* row = span.values + t * size + d;
-      Floats v[N];
-      for (int n = 0; n < N; ++n)
-        v[n] = kPartial ? simd::load_first(row, size - d) : simd::load(row + n * kLanes);
-      for (int r = 0; r < R; ++r) {
-        const float x = p[r * stride + span.start + t];
-        for (int n = 0; n < N; ++n) acc[r][n] += x * v[n];
-      }
+      v[n] = kPartial ? simd::load_first(row, size - d) : simd::load(row + n * kLanes);
+    for (int r = 0; r < R; ++r) {
+      const float x = p[r * stride + span.start + t];
+      for (int n = 0; n < N; ++n) to[r][n] += x * v[n];
     }
+  };
+  for (size_t i = 0; i < spans.size(); ++i) {
+    const Span<T>& span = spans[i];
+    const T* ahead = spans[std::min(i + 1, spans.size() - 1)].values + d;
+    int64_t t = 0;
+    for (; t + kStreams <= span.count; t += kStreams)
+      for (int k = 0; k < kStreams; ++k) {
+        for (int n = 0; n < N; ++n) __builtin_prefetch(ahead + (t + k) * size + n * kLanes);
+        add(span, t + k, acc[k]);
+      }
+    for (; t < span.count; ++t) add(span, t, acc[0]);
   }
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) {
+      float* to = out + r * size + d + n * kLanes;
+      Floats total = kPartial ? simd::load_first(to, size - d) : simd::load(to);
+      for (int k = 0; k < kStreams; ++k) total += acc[k][r][n];
       if (kPartial)
-        std::memcpy(out + r * size + d, &acc[r][n], (size - d) * sizeof(float));
+        std::memcpy(to, &total, (size - d) * sizeof(float));
       else
-        simd::store(out + r * size + d + n * kLanes, acc[r][n]);
+        simd::store(to, total);
     }
 }
 
