@@ -173,7 +173,7 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
 }
 
 at::Tensor native_dropout_backward(const at::Tensor& gradient, const at::Tensor& mask, double scale) {
-  return at::mul(gradient, mask.to(gradient.scalar_type()).mul_(scale));
+  return at::mul(gradient, at::mul(mask.to(gradient.scalar_type()), scale));
 }
 
 // Whether `tensor.data = other` may change one into the other. ATen's list of dense backends lacks PrivateUse1, so
