@@ -157,10 +157,11 @@ class PagedModel:
     """A decoder on the paged cache. The module may be shared with a learner: it is left as it was after each call."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model: Any = model
         self._configs = _configs(model)
         self.layers = self._probe()
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+        self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
+        self.max_positions: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def forward(
         self,
@@ -223,7 +224,7 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _refusal(model: nn.Module) -> str | None:
+def _refusal(model: Any) -> str | None:
     """What can be told from the module and its configuration alone."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
@@ -234,7 +235,7 @@ def _refusal(model: nn.Module) -> str | None:
         return "its forward has no logits_to_keep, so it has no language-model head of transformers' kind"
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     if kinds & _BATCH_DEPENDENT_ROPE:
         return f"its rotary embedding ({', '.join(sorted(kinds & _BATCH_DEPENDENT_ROPE))}) depends on the whole batch"
     kinds = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
@@ -247,9 +248,9 @@ def _refusal(model: nn.Module) -> str | None:
     return None
 
 
-def _layer_refusal(model: nn.Module, probe: _Probe) -> str | None:
+def _layer_refusal(model: Any, probe: _Probe) -> str | None:
     """What the pass of one token showed."""
-    text = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    text = model.config.get_text_config()
     if probe.problems:
         return probe.problems[0]
     if len(probe.layers) != text.num_hidden_layers:

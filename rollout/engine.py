@@ -81,13 +81,13 @@ class Engine:
         self._decode = decode
         self._model = PagedModel(model.to(device))
         self._weights = WeightTable(model)
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr, operator]
+        limit = self._model.max_positions
         self.max_model_len: int = config.max_model_len or limit or 2**20
         if limit is not None and self.max_model_len > limit:
             raise ValueError(f"max_model_len is {self.max_model_len} but the model has {limit} positions.")
         self.eos_token_ids = np.array(sorted(set(eos_token_ids)), dtype=np.int64)
         self._check_tokens("eos_token_ids", self.eos_token_ids)
-        num_blocks = config.num_blocks or _default_num_blocks(self._model.layers, self.device, config, self.max_model_len)
+        num_blocks = config.num_blocks or _default_num_blocks(self._model.layers, device, config, self.max_model_len)
         self.stats = EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
         self._pool = BlockPool(num_blocks, config.block_size)
         self._slots = Slots(config.max_num_seqs, config.block_size)
@@ -127,9 +127,12 @@ class Engine:
         if prompt.ndim != 1 or len(prompt) == 0:
             raise ValueError(f"the prompt of request {request_id!r} has no tokens; give at least one.")
         self._check_tokens(f"the prompt of request {request_id!r}", prompt)
-        self._check_tokens(f"stop_token_ids of request {request_id!r}", np.array(params.stop_token_ids, dtype=np.int64))
+        stops = np.array(params.stop_token_ids, dtype=np.int64)
+        self._check_tokens(f"stop_token_ids of request {request_id!r}", stops)
         wanted = len(prompt) + params.max_tokens
-        asked = f"request {request_id!r} asks for {len(prompt)} prompt tokens + max_tokens {params.max_tokens} = {wanted}"
+        asked = (
+            f"request {request_id!r} asks for {len(prompt)} prompt tokens + max_tokens {params.max_tokens} = {wanted}"
+        )
         if wanted > self.max_model_len:
             raise ValueError(f"{asked} positions; the model has {self.max_model_len} (max_model_len).")
         # The last token is never an input, so it needs no place in the cache.
@@ -263,9 +266,7 @@ class Engine:
         self.stats.num_waiting = len(self._scheduler.waiting)
 
 
-def _default_num_blocks(
-    layers: list[LayerSpec], device: torch.device, config: EngineConfig, max_model_len: int
-) -> int:
+def _default_num_blocks(layers: list[LayerSpec], device: torch.device, config: EngineConfig, max_model_len: int) -> int:
     """Blocks that all slots can use at full length, within the share of memory the cache may take."""
     per_position = sum(2 * s.kv_heads * s.head_size * s.dtype.itemsize for s in layers)
     if device.type == "cpu":

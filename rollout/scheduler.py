@@ -84,8 +84,8 @@ class Scheduler:
         budget = self.max_num_batched_tokens - len(step.decode)
         for slot in list(self._prefilling):
             budget -= self._chunk(step, slot, budget)
-        while budget > 0 and self.waiting and (slot := self._admit()) is not None:
-            budget -= self._chunk(step, slot, budget)
+        while budget > 0 and self.waiting and (admitted := self._admit()) is not None:
+            budget -= self._chunk(step, admitted, budget)
         self._register_decoded(step.decode)
         self.stats.decode_tokens += len(step.decode)
         self.stats.prefill_tokens += sum(chunk.length for chunk in step.chunks)

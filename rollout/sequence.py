@@ -59,6 +59,8 @@ class Sequence:
 
     def weight_versions(self) -> list[int]:
         """The weight version of every generated token."""
+        if not self.versions:  # nothing was generated
+            return []
         bounds = [start for start, _ in self.versions[1:]] + [self.num_generated]
         result: list[int] = []
         for (_, version), end in zip(self.versions, bounds, strict=True):

@@ -7,6 +7,8 @@ C positions per block · M blocks per table row.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from rlneuron.device.ops.library import LIBRARY
@@ -99,7 +101,7 @@ def _plain(
             window,
             softcap,
         )
-        for s, (begin, end) in enumerate(zip(starts[:-1], starts[1:], strict=True))
+        for s, (begin, end) in enumerate(itertools.pairwise(starts))
         if end > begin
     ]
     return torch.cat(parts, dim=1)
