@@ -84,11 +84,10 @@ def group_advantages(
         raise ValueError(f'scale_rewards: {scale_rewards!r}; write "group", "batch" or "none".')
     advantages_PG = deviation_PG if scale_rewards == "none" else deviation_PG / (std_PG + eps)
     # Rounding of the mean must not turn a constant group into a signal: max == min is exact where std is not.
-    constant_P1 = rewards_PG.nan_to_num(-torch.inf).amax(1, keepdim=True) == rewards_PG.nan_to_num(torch.inf).amin(
-        1, keepdim=True
-    )
+    largest_P1 = rewards_PG.nan_to_num(-torch.inf).amax(1, keepdim=True)
+    smallest_P1 = rewards_PG.nan_to_num(torch.inf).amin(1, keepdim=True)
     return Advantages(
-        advantages_B=advantages_PG.masked_fill(constant_P1, 0.0).nan_to_num(0.0).flatten(),
+        advantages_B=advantages_PG.masked_fill(largest_P1 == smallest_P1, 0.0).nan_to_num(0.0).flatten(),
         rewards_B=rewards_B,
         zero_std_B=torch.isclose(std_PG, torch.zeros_like(std_PG)).flatten(),
     )
@@ -106,7 +105,7 @@ def leave_one_out_advantages(rewards_B: Tensor, *, num_generations: int) -> Tens
 
 
 def reward_metrics(rewards_BR: Tensor, names: list[str], result: Advantages) -> dict[str, float]:
-    """TRL's reward metrics of one generation batch: rewards/<name>/{mean,std}, reward, reward_std, frac_reward_zero_std."""
+    """TRL's reward metrics of a generation batch: rewards/<name>/{mean,std}, reward{,_std}, frac_reward_zero_std."""
     metrics: dict[str, float] = {}
     means_R, stds_R = rewards_BR.float().nanmean(0), nan_std(rewards_BR.float(), 0)
     for name, mean, std in zip(names, means_R.tolist(), stds_R.tolist(), strict=True):

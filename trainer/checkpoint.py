@@ -55,7 +55,8 @@ def complete(output_dir: Path | str) -> list[Path]:
 
 def latest(output_dir: Path | str) -> Path | None:
     """The checkpoint of the highest step, or None."""
-    return (complete(output_dir) or [None])[-1]
+    found = complete(output_dir)
+    return found[-1] if found else None
 
 
 def save(

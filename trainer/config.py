@@ -68,7 +68,7 @@ class LearnerConfig:
     max_completion_length: int = 512
     """Tokens; dr_grpo divides by it."""
     bf16: bool = False
-    """Autocast to bfloat16 on the device; parameters, gradients and optimizer state stay float32. TRL's default is true."""
+    """Autocast to bfloat16; parameters, gradients and optimizer state stay float32. TRL's default is true."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward instead of keeping its activations. TRL's default is true."""
     disable_dropout: bool = False

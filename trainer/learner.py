@@ -125,7 +125,7 @@ class Learner:
             raise ValueError(f"advantage of row {row} is {batch.advantages[row].item()}; rewards must be finite.")
 
     def _divide(self, num_rows: int) -> list[list[int]]:
-        """Rows of each optimizer step: shuffled as a function of seed and batch number alone, so that resuming agrees."""
+        """Rows of each optimizer step: shuffled as a function of seed and batch number alone, for resuming."""
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.num_batches)
         order = torch.randperm(num_rows, generator=generator).tolist()
         size = self.config.rows_per_step

@@ -20,7 +20,7 @@ CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequen
 
 
 def log_importance_weights(logp_BT: Tensor, old_BT: Tensor, mask_BT: Tensor, *, level: str) -> Tensor:
-    """log(pi / pi_old) per token [B, T], or its mean over each row [B, 1] (`level="sequence"`, GSPO, arXiv 2507.18071)."""
+    """log(pi / pi_old) per token [B, T], or its mean per row [B, 1] (`level="sequence"`, arXiv 2507.18071)."""
     log_ratio_BT = logp_BT - old_BT
     if level == "token":
         return log_ratio_BT
@@ -29,7 +29,7 @@ def log_importance_weights(logp_BT: Tensor, old_BT: Tensor, mask_BT: Tensor, *, 
 
 
 def clipped_policy_loss(
-    ratio: Tensor, advantages_B1: Tensor, *, epsilon: float, epsilon_high: float, delta: float | None = None
+    ratio: Tensor, advantages_B1: Tensor, epsilon: float, epsilon_high: float, delta: float | None = None
 ) -> Tensor:
     """-min(rho * A, clip(rho, 1 - epsilon, 1 + epsilon_high) * A), PPO (arXiv 1707.06347); shape of `ratio`.
 
@@ -134,9 +134,9 @@ def row_fraction(flags: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def clip_flags(
-    ratio: Tensor, advantages_B1: Tensor, *, epsilon: float, epsilon_high: float, delta: float | None = None
+    ratio: Tensor, advantages_B1: Tensor, epsilon: float, epsilon_high: float, delta: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Where the lower and the upper bound bind (bool, shape of `ratio`), counted as TRL's clip_ratio/*: by the sign of A."""
+    """Where the lower and the upper bound bind (bool, shape of `ratio`), counted as TRL's clip_ratio/*."""
     if delta is not None:
         ratio = ratio.clamp(max=delta)
     return (ratio < 1 - epsilon) & (advantages_B1 < 0), (ratio > 1 + epsilon_high) & (advantages_B1 > 0)

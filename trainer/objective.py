@@ -46,10 +46,10 @@ class Parts:
 def objective(config: LearnerConfig, batch: MicroBatch) -> tuple[Tensor, Parts]:
     """This micro-batch's part of the step's loss (a sum, already normalised), and its parts of the metrics."""
     mask = batch.mask
-    bounds = {"epsilon": config.epsilon, "epsilon_high": config.upper_epsilon, "delta": config.delta}
+    bounds = (config.epsilon, config.upper_epsilon, config.delta)
     log_ratio = losses.log_importance_weights(batch.logp, batch.old, mask, level=config.importance_sampling_level)
     ratio = log_ratio.exp()
-    per_token = losses.clipped_policy_loss(ratio, batch.advantages_B1, **bounds)
+    per_token = losses.clipped_policy_loss(ratio, batch.advantages_B1, *bounds)
     parts = Parts(sums={"tokens": mask.sum(), "entropy": (batch.entropy.detach() * mask).sum()}, minima={}, maxima={})
     if config.vllm_importance_sampling_correction and batch.sampling is not None:
         correction = losses.sampling_correction(
@@ -76,7 +76,7 @@ def objective(config: LearnerConfig, batch: MicroBatch) -> tuple[Tensor, Parts]:
         parts.sums["policy_loss"] = loss.detach()
         loss = loss - config.entropy_coef * losses.aggregate(batch.entropy, mask, batch.entropy_weights_B)
     parts.sums["loss"] = loss.detach()
-    _add_clip_parts(parts, losses.clip_flags(ratio.detach(), batch.advantages_B1, **bounds), mask)
+    _add_clip_parts(parts, losses.clip_flags(ratio.detach(), batch.advantages_B1, *bounds), mask)
     return loss, parts
 
 
@@ -124,14 +124,8 @@ def combine(parts: Sequence[Parts]) -> tuple[dict[str, float], dict[str, float],
         return {}, {}, {}
     kinds = [[getattr(part, kind) for part in parts] for kind in ("sums", "minima", "maxima")]
     stacked = [[torch.stack([p.float() for p in part.values()]) for part in kind if part] for kind in kinds]
-    reduced = [
-        torch.stack(kind).sum(0)
-        if index == 0
-        else torch.stack(kind).amin(0)
-        if index == 1
-        else torch.stack(kind).amax(0)
-        for index, kind in enumerate(stacked)
-    ]
+    reduce = (lambda x: x.sum(0), lambda x: x.amin(0), lambda x: x.amax(0))
+    reduced = [how(torch.stack(kind)) for how, kind in zip(reduce, stacked, strict=True) if kind]
     values = torch.cat(reduced).tolist()
     result: list[dict[str, float]] = []
     for kind in kinds:

@@ -117,11 +117,10 @@ class PackedModel:
 
     def logprobs(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each scored token, two float32 [N], at this temperature."""
-        hidden, weight, bias = self.hidden_states(rows), self.head.weight, self.head.bias
-        if self.bf16:
-            hidden, weight = hidden.bfloat16(), weight.bfloat16()
-            bias = None if bias is None else bias.bfloat16()
-        return token_logprobs(hidden.to(weight.dtype), weight, bias, rows.targets, temperature=self.temperature)
+        dtype = torch.bfloat16 if self.bf16 else self.head.weight.dtype
+        bias = None if self.head.bias is None else self.head.bias.to(dtype)
+        hidden, weight = self.hidden_states(rows).to(dtype), self.head.weight.to(dtype)
+        return token_logprobs(hidden, weight, bias, rows.targets, temperature=self.temperature)
 
     @torch.no_grad()
     def _compare_with_own_forward(self) -> None:

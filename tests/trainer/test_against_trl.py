@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rlneuron.trainer.batch import TrainBatch
 from rlneuron.trainer.config import LearnerConfig
 from rlneuron.trainer.learner import Learner
+from rlneuron.trainer.losses import CORRECTION_MODES
 from tests.trainer import models
 
 ROWS = 12
@@ -30,7 +30,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GRPOTrainer]:
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> GRPOTrainer:
     arguments = GRPOConfig(
         output_dir=str(tmp_path_factory.mktemp("trl")),
         use_cpu=True,
@@ -51,7 +51,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GRPOTrainer]:
         processing_class=tokenizer(),
     )
     made.current_gradient_accumulation_steps = 1
-    yield made
+    return made
 
 
 def padded(rows: list[list[Any]], *, left: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -170,7 +170,12 @@ METRICS = ("entropy", "kl", "policy_loss", "clip_ratio/low_mean", "clip_ratio/lo
            "clip_ratio/high_max", "clip_ratio/region_mean")  # fmt: skip
 
 CASES: list[dict[str, Any]] = [
-    *({"loss_type": t, "beta": b, "truncated": m} for t in ("dapo", "grpo", "dr_grpo", "bnpo") for b in (0.0, 0.04) for m in (False, True)),
+    *(
+        {"loss_type": loss_type, "beta": beta, "truncated": truncated}
+        for loss_type in ("dapo", "grpo", "dr_grpo", "bnpo")
+        for beta in (0.0, 0.04)
+        for truncated in (False, True)
+    ),
     {"epsilon_high": 0.28},
     {"epsilon": 0.1, "epsilon_high": 0.4, "delta": 2.0},
     {"epsilon": 0.1, "delta": 1.3, "beta": 0.1, "loss_type": "grpo"},
@@ -184,7 +189,7 @@ CASES: list[dict[str, Any]] = [
     {"loss_mask": True, "loss_type": "grpo", "truncated": True, "importance_sampling_level": "sequence"},
     {"old": False},
     {"old": False, "beta": 0.04, "loss_type": "dr_grpo"},
-    *({"mode": mode, "clip_max": 1.5, "clip_min": low} for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask") for low in (None, 0.6)),
+    *({"mode": mode, "clip_max": 1.5, "clip_min": low} for mode in CORRECTION_MODES for low in (None, 0.6)),
     {"mode": "sequence_mask", "clip_max": None, "loss_type": "grpo", "truncated": True, "beta": 0.04},
 ]  # fmt: skip
 
