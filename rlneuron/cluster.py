@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,9 +50,7 @@ def start(*, run_folder: Path, resources: Mapping[str, float], include_dashboard
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_path)
     os.environ.pop("RAY_AUTH_TOKEN", None)
     _read_authentication_again()
-    # Without clusters Ray takes 127.0.0.1 as the node's address; `_node_ip_address="127.0.0.1"` is resolved away.
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    _stay_on_loopback()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Two OpenMP threads on a busy core wait for each other's time slice: one thread per worker.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -73,6 +72,11 @@ def start(*, run_folder: Path, resources: Mapping[str, float], include_dashboard
 def join(address: str, *, namespace: str) -> Cluster:
     """Connects to a running cluster ("auto" or "host:port")."""
     _read_authentication_again()
+    host, _, port = address.rpartition(":")
+    if port.isdigit():
+        _require_listener(address, host, int(port))
+    if host in ("127.0.0.1", "localhost"):
+        _stay_on_loopback()
     try:
         context = ray.init(address=address, namespace=namespace, logging_level="warning")
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -82,6 +86,26 @@ def join(address: str, *, namespace: str) -> Cluster:
         ) from None
     url = f"http://{context.dashboard_url}" if context.dashboard_url else None
     return Cluster(context.address_info["address"], url, None, started_here=False)
+
+
+def _require_listener(address: str, host: str, port: int) -> None:
+    """Ray itself tries an address for ten minutes."""
+    try:
+        socket.create_connection((host, port), timeout=10).close()
+    except OSError as error:
+        raise ValueError(
+            f"ray.address: nothing listens at {address!r} ({error}); start a cluster with `ray start --head`, or leave "
+            "ray.address out to start one in this process"
+        ) from None
+
+
+def _stay_on_loopback() -> None:
+    """Makes Ray take 127.0.0.1 as this node's address: where clusters are off it does, for workers as well.
+
+    `_node_ip_address="127.0.0.1"` would not do: Ray resolves it to the machine's outer address.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _read_authentication_again() -> None:

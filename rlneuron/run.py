@@ -187,9 +187,9 @@ class Run:
         say(f"metrics:     {self.folder / 'metrics.jsonl'}")
         if self.config.logging.log_completions:
             say(f"completions: {self.folder / 'completions'}")
-        more = (
-            "" if controller.step < self.arithmetic.max_steps else f" train.max_steps={self.arithmetic.max_steps * 2}"
-        )
+        max_steps = self.arithmetic.max_steps
+        command = _without(self.command, "train.output_dir", "train.resume", "train.max_steps")
+        more = f" train.max_steps={max_steps if controller.step < max_steps else max_steps * 2}"
         say(f"go on:       {command} train.output_dir={self.folder} train.resume=auto{more}")
         say(f"dashboard:   {self.command} ray.keep_alive=true   keeps it open after the run")
 

@@ -50,7 +50,9 @@ def run_command(arguments: Sequence[str], *, dry_run: bool = False) -> int:
 
 
 def main() -> None:
-    typer.run(train)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(train)
+    app()
 
 
 if __name__ == "__main__":

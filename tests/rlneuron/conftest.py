@@ -34,7 +34,6 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert server.stdin is not None and server.stdout is not None
     answer = json.loads(server.stdout.readline())
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=answer["token_path"])
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     yield answer["address"]
     server.stdin.close()
     server.wait(timeout=60)
@@ -43,7 +42,7 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the tiny model, prompts and rewards."""
-    from tiny_run import write_files
+    from tests.rlneuron.tiny_run import write_files
 
     folder = tmp_path_factory.mktemp("tiny")
     write_files(folder)

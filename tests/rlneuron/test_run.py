@@ -15,13 +15,13 @@ import pandas as pd
 import psutil
 import pytest
 import torch
-from tiny_run import metrics, write_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlneuron.config import load_config
 from rlneuron.controller import Controller
 from rlneuron.run import Run
 from rlneuron.workers import split_evenly
+from tests.rlneuron.tiny_run import metrics, write_config
 
 
 def run(
