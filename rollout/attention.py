@@ -156,8 +156,8 @@ AttentionInterface.register(NAME, _attention_forward)
 class PagedModel:
     """A decoder on the paged cache. The module may be shared with a learner: it is left as it was after each call."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model: Any = model
+    def __init__(self, model: Any) -> None:
+        self.model = model
         self._configs = _configs(model)
         self.layers = self._probe()
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
