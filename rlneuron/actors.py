@@ -1,7 +1,7 @@
 """The classes that Ray runs as actors: thin shells around plain classes that also work in one process without Ray.
 
 Each actor chooses its hardware (`device.select`), builds its class and forwards calls. Device actors see their
-core through `NEURON_RT_VISIBLE_CORES`, which Ray sets from the placement group. Reward actors hold no core.
+core through `NEURON_RT_VISIBLE_CORES`, which Ray sets from the placement group. Reward actors are in reward_actor.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +22,9 @@ from rlneuron.config import RunConfig
 from rlneuron.device import oplog, select
 from rlneuron.device.shm import Manifest, SharedTensors
 from rlneuron.learner_config import learner_config
-from rlneuron.rewards import RewardBatch, RewardMatrix, RewardScorer
 from rlneuron.rollout import LLM, RequestOutput, SamplingParams
 from rlneuron.trainer import Learner, Reference, TrainBatch, checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What one process has used since it started. Measured, except the operator counts, which are exact."""
-
-    cpu_s: float
-    """CPU seconds of the process, all threads."""
-    operators: int
-    flops: int
-    moved_bytes: int
-    hbm_peak_bytes: int
-    """Peak of allocated device memory; 0 where the device is the host."""
-    engine: dict[str, float] = field(default_factory=dict)
-    """Counters of a rollout worker's engine (`rollout.EngineStats`)."""
+from rlneuron.usage import Usage
 
 
 class DeviceProcess:
@@ -168,24 +153,3 @@ class ReferenceActor(DeviceProcess):
 
     def logprobs(self, batch: TrainBatch) -> list[list[float]]:
         return self.reference.logprobs(batch)
-
-
-class RewardActor:
-    """Runs reward functions. Holds no core."""
-
-    def __init__(self, config: RunConfig, rank: int) -> None:
-        torch.set_num_threads(1)
-        self.rank = rank
-        self.scorer = RewardScorer.from_config(config)
-
-    def __repr__(self) -> str:
-        return f"Reward(rank={self.rank})"
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def score(self, batch: RewardBatch) -> RewardMatrix:
-        return self.scorer.score(batch)
-
-    def usage(self) -> Usage:
-        return Usage(time.process_time(), 0, 0, 0, 0)

@@ -16,12 +16,14 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlneuron.actors import LearnerActor, ReferenceActor, RewardActor, RolloutActor, Usage
+from rlneuron.actors import LearnerActor, ReferenceActor, RolloutActor
 from rlneuron.batch_arithmetic import BatchArithmetic
 from rlneuron.config import RunConfig
+from rlneuron.reward_actor import RewardActor
 from rlneuron.rewards import RewardBatch, RewardMatrix
 from rlneuron.rollout import RequestOutput, SamplingParams
 from rlneuron.trainer import TrainBatch
+from rlneuron.usage import Usage
 from rlneuron.waiting import Owner, wait
 
 # Passed to every worker; the rest of the environment is Ray's own business.

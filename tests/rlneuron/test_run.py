@@ -112,7 +112,7 @@ def test_a_second_run_does_not_overwrite_the_first(tiny: Path, ray_address: str,
 
 @pytest.mark.parametrize(
     ("function", "text"),
-    [("too_few", "1 "), ("nan", "nan"), ("raises_on_three", "RuntimeError"), ("kills_itself", "reward-0")],
+    [("raises_on_three", "RuntimeError"), ("kills_itself", "reward-0")],
 )
 def test_a_bad_reward_ends_the_run_before_any_weight_changes(
     tiny: Path, ray_address: str, capfd: pytest.CaptureFixture[str], function: str, text: str

@@ -101,7 +101,7 @@ def write_config(folder: Path, name: str, changes: Mapping[str, Any] | None = No
         "data": {"path": str(folder / "prompts.jsonl"), "eval": {"size": 8}},
         "reward": {"funcs": [f"{folder / 'rewards.py'}:digits"]},
         "rollout": {"num_generations": 4, "max_completion_length": 12, "num_workers": 2},
-        "device": {"type": "neuron", "instance": "trn2.3xlarge", "simulate": True},
+        "device": {"type": "neuron", "instance": "trn2.3xlarge", "simulate": "auto"},
         "train": {
             "output_dir": str(folder / name),
             "max_steps": 3,
