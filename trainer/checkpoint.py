@@ -127,9 +127,14 @@ def load_training_state(learner: Learner, folder: Path) -> dict[str, Any]:
     """Restores what `save_training_state` wrote, bit for bit. ValueError names the file that is damaged or differs."""
     state = _read_state(folder)
     _check_files(folder, state["files"])
-    _load_model(learner, folder)
-    _load_optimizer(learner, _tensors(folder / "optimizer.safetensors"))
+    weights, moments = _read_model(learner, folder), _read_optimizer(learner, folder)
     rng = _tensors(folder / "rng.safetensors")
+    with torch.no_grad():
+        for name, tensor in learner.model.state_dict().items():
+            tensor.copy_(weights[name])
+    learner.optimizer.state.clear()
+    for name, values in moments.items():
+        learner.optimizer.state[learner.parameters[name]] = {k: x.to(learner.device) for k, x in values.items()}
     torch.set_rng_state(rng["cpu"])
     if learner.device.type in rng and learner.device.type != "cpu":
         torch.get_device_module(learner.device).set_rng_state(rng[learner.device.type], learner.device)
@@ -163,21 +168,19 @@ def _check_files(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
             raise ValueError(f"{folder / STATE_FILE} does not list {name}.")
 
 
-def _load_model(learner: Learner, folder: Path) -> None:
+def _read_model(learner: Learner, folder: Path) -> dict[str, Tensor]:
+    """The folder's weights on the CPU, after checking that they are those of the learner's kind of model."""
     loaded, info = type(learner.model).from_pretrained(
         folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
     )
     differences = {key: sorted(map(str, value))[:3] for key, value in info.items() if value}
     if differences:
         raise ValueError(f"the weights in {folder} are not this model's: {differences}.")
-    source, target = loaded.state_dict(), learner.model.state_dict()
-    if set(source) != set(target):
-        raise ValueError(f"{folder} holds another model: {sorted(set(source) ^ set(target))[:3]} differ.")
-    with torch.no_grad():
-        for name, tensor in target.items():
-            if source[name].shape != tensor.shape:
-                raise ValueError(f"{name} is {list(source[name].shape)} in {folder}, {list(tensor.shape)} here.")
-            tensor.copy_(source[name])
+    shapes = [{name: list(p.shape) for name, p in model.named_parameters()} for model in (loaded, learner.model)]
+    if shapes[0] != shapes[1]:
+        different = sorted(name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name))
+        raise ValueError(f"{folder} holds another model, or one tied otherwise: {different[:3]} differ.")
+    return dict(loaded.state_dict())
 
 
 def _host_state_dict(model: Any) -> dict[str, Tensor]:
@@ -197,16 +200,19 @@ def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
     return tensors
 
 
-def _load_optimizer(learner: Learner, tensors: dict[str, Tensor]) -> None:
+def _read_optimizer(learner: Learner, folder: Path) -> dict[str, dict[str, Tensor]]:
+    """The moments of each parameter on the CPU; none if no step had been taken."""
+    path = folder / "optimizer.safetensors"
+    tensors = _tensors(path)
     wanted = {f"{kind}.{name}" for name in learner.parameters for kind in _MOMENTS}
     if tensors and set(tensors) != wanted:
-        raise ValueError(f"optimizer.safetensors is not this model's: {sorted(set(tensors) ^ wanted)[:3]} differ.")
-    learner.optimizer.state.clear()
+        raise ValueError(f"{path} is not this model's: {sorted(set(tensors) ^ wanted)[:3]} differ.")
+    moments = {}
     for name, parameter in learner.parameters.items() if tensors else ():
-        values = {kind: tensors[f"{kind}.{name}"] for kind in _MOMENTS}
-        if values["exp_avg"].shape != parameter.shape or values["exp_avg_sq"].shape != parameter.shape:
-            raise ValueError(f"optimizer.safetensors: the moments of {name} are not {list(parameter.shape)}.")
-        learner.optimizer.state[parameter] = {kind: x.to(learner.device) for kind, x in values.items()}
+        moments[name] = {kind: tensors[f"{kind}.{name}"] for kind in _MOMENTS}
+        if any(moments[name][kind].shape != parameter.shape for kind in ("exp_avg", "exp_avg_sq")):
+            raise ValueError(f"{path}: the moments of {name} are not {list(parameter.shape)}.")
+    return moments
 
 
 def _rng_states(device: torch.device) -> dict[str, Tensor]:
