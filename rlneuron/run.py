@@ -122,6 +122,10 @@ class Run:
             from rlneuron import quickstart
 
             return str(quickstart.ensure(self.config.train.seed))
+        if path == "rlneuron/smollm2":
+            from rlneuron import smollm2
+
+            return str(smollm2.folder())
         return path
 
     def _load_prompts(self, tokenizer: PreTrainedTokenizerBase) -> Prompts:

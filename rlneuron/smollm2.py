@@ -41,6 +41,15 @@ def default_folder() -> Path:
     return cache_root() / "models" / NAME
 
 
+def folder() -> Path:
+    """The converted model, which a run file names `model.path: rlneuron/smollm2`. ValueError if there is none."""
+    if not (default_folder() / "config.json").is_file():
+        raise ValueError(
+            f"model.path: rlneuron/smollm2 is not converted yet (no folder {default_folder()}); run: make model"
+        )
+    return default_folder()
+
+
 def convert(out: Path) -> Path:
     """Writes the model folder `out` if it is not there yet; returns it.
 
