@@ -6,6 +6,7 @@ In-process: every port on 127.0.0.1, token authentication with a random token th
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import ray
 import ray._private.ray_constants as ray_constants
-from ray._raylet import AuthenticationTokenLoader, Config
+import ray._raylet as raylet  # a compiled module without types
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from rlneuron.waiting import RunError
@@ -60,13 +61,13 @@ def start(*, run_folder: Path, resources: Mapping[str, float], include_dashboard
         resources=dict(resources),
         include_dashboard=include_dashboard,
         dashboard_host="127.0.0.1",
-        logging_level="warning",
+        logging_level=logging.WARNING,
         object_store_memory=_object_store_bytes(),
     )
-    address = context.address_info["node_ip_address"]
-    assert address == "127.0.0.1", f"an in-process cluster must listen on loopback, not on {address}"
+    host = ray.util.get_node_ip_address()
+    assert host == "127.0.0.1", f"an in-process cluster must listen on loopback, not on {host}"
     url = f"http://{context.dashboard_url}" if context.dashboard_url else None
-    return Cluster(context.address_info["address"], url, token_path, started_here=True)
+    return Cluster(ray.get_runtime_context().gcs_address, url, token_path, started_here=True)
 
 
 def join(address: str, *, namespace: str) -> Cluster:
@@ -78,14 +79,14 @@ def join(address: str, *, namespace: str) -> Cluster:
     if host in ("127.0.0.1", "localhost"):
         _stay_on_loopback()
     try:
-        context = ray.init(address=address, namespace=namespace, logging_level="warning")
+        context = ray.init(address=address, namespace=namespace, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"ray.address: no cluster answers at {address!r} ({' '.join(str(error).split())[:200]}); start one with "
             "`ray start --head`, or leave ray.address out to start one in this process"
         ) from None
     url = f"http://{context.dashboard_url}" if context.dashboard_url else None
-    return Cluster(context.address_info["address"], url, None, started_here=False)
+    return Cluster(ray.get_runtime_context().gcs_address, url, None, started_here=False)
 
 
 def _require_listener(address: str, host: str, port: int) -> None:
@@ -110,8 +111,8 @@ def _stay_on_loopback() -> None:
 
 def _read_authentication_again() -> None:
     """Ray reads RAY_AUTH_* when it is imported; this is how its own tests make it look again."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    raylet.Config.initialize("")  # type: ignore[attr-defined]
+    raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
 
 
 def _object_store_bytes() -> int:

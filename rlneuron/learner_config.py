@@ -10,6 +10,8 @@ from rlneuron.trainer import LearnerConfig
 def learner_config(config: RunConfig, arithmetic: BatchArithmetic) -> LearnerConfig:
     """Keys keep their names; batch sizes and `max_steps` are the resolved ones."""
     train, algo, rollout = config.train, config.algo, config.rollout
+    loss_type = algo.loss_type
+    assert loss_type in ("dapo", "grpo", "dr_grpo", "bnpo"), "config_sections.NOT_YET refuses the others"
     return LearnerConfig(
         learning_rate=train.learning_rate,
         lr_scheduler_type=train.lr_scheduler_type,
@@ -28,7 +30,7 @@ def learner_config(config: RunConfig, arithmetic: BatchArithmetic) -> LearnerCon
         gradient_checkpointing=config.model.gradient_checkpointing,
         disable_dropout=config.model.disable_dropout,
         seed=train.seed,
-        loss_type=algo.loss_type,
+        loss_type=loss_type,
         epsilon=algo.epsilon,
         epsilon_high=algo.epsilon_high,
         delta=algo.delta,

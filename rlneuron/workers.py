@@ -150,7 +150,7 @@ class Workers:
         assert versions == [version] * len(self._rollouts), f"workers hold {versions}, published was {version}"
 
     def save(self, output_dir: Path, extra_state: Mapping[str, Any]) -> Path:
-        ref = self._learner[0].handle.save.remote(str(output_dir), extra_state)
+        ref: Any = self._learner[0].handle.save.remote(str(output_dir), extra_state)
         return Path(self._call(self._learner, [ref], "save a checkpoint")[0])
 
     def load(self, folder: Path) -> dict[str, Any]:
