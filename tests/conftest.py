@@ -26,6 +26,14 @@ EXPECTED_NOT_RUN = Path(__file__).with_name("not_run.json")
 _not_run: dict[str, str] = {}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _neuron_is_active() -> None:
+    """The simulated device, before any test's first backward: autograd makes its queues for the devices it finds then."""
+    from rlneuron.device import select
+
+    select.choose("neuron", simulate=True)
+
+
 def _is_present(tool: str) -> bool:
     """`tool` is a program on PATH or an importable package."""
     return shutil.which(tool) is not None or importlib.util.find_spec(tool) is not None
