@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import ray
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from rlneuron import cluster, feasibility, run_folder
+from rlneuron import cluster, feasibility, models, run_folder
 from rlneuron.batch_arithmetic import BatchArithmetic
 from rlneuron.config import RunConfig
 from rlneuron.console import ProgressView
@@ -28,7 +28,7 @@ from rlneuron.trainer import checkpoint
 from rlneuron.waiting import RunError
 from rlneuron.workers import Workers, roles
 
-INTERRUPTED = 130
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
 
 class Run:
@@ -49,7 +49,11 @@ class Run:
         started = time.perf_counter()
         try:
             with self.interrupt.installed(), ExitStack() as stack:
-                controller = self._start(stack)
+                try:
+                    controller = self._start(stack)
+                except ValueError as error:  # the user's mistake; later on a ValueError is ours and shows its trace
+                    print(f"rlneuron train: {error}", file=sys.stderr)
+                    return REFUSED
                 try:
                     controller.run()
                 except KeyboardInterrupt:
@@ -65,10 +69,7 @@ class Run:
             return INTERRUPTED
         except RunError as error:
             print(f"rlneuron train: {error}", file=sys.stderr)
-            return 1
-        except ValueError as error:
-            print(f"rlneuron train: {error}", file=sys.stderr)
-            return 2
+            return FAILED
         return 0
 
     # ---- start ----
@@ -77,7 +78,7 @@ class Run:
         self.arithmetic = BatchArithmetic.from_config(config)
         self.hardware = self._find_hardware()
         model_path = self._find_model()
-        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=config.model.trust_remote_code)
+        tokenizer = models.load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
         self.prompts = self._load_prompts(tokenizer)
         self.arithmetic = BatchArithmetic.from_config(config, num_prompts=len(self.prompts.stream.rows))
         feasibility.check(config, model_path)

@@ -83,7 +83,7 @@ def _get(owner: Owner, ref: Any, task: str) -> Any:
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         if isinstance(cause, ValueError):  # the user's mistake: its sentence is the message
-            raise RunError(f"{owner.name}: {cause}") from None
+            raise RunError(f"{owner.name} could not {task}: {cause}\nlog: {_log_path(owner)}") from None
         raise RunError(
             f"actor {owner.name} (pid {owner.pid}) failed to {task}:\n{error}\nlog: {_log_path(owner)}"
         ) from None
