@@ -47,6 +47,9 @@ def _last_lines(path: str, count: int = 12) -> str:
 
 def _died(owner: Owner, task: str, error: RayActorError) -> RunError:
     log = _log_path(owner)
+    if "creation task" in str(error):  # an exception in __init__: its traceback is the text, its last line the cause
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return RunError(f"{owner.name} could not {task}: {lines[-1].strip()}\n" + "\n".join(lines[:-1]))
     cause = " ".join(str(error).split())
     tail = _last_lines(log)
     return RunError(
