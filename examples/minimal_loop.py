@@ -16,7 +16,7 @@ import torch
 
 from rlneuron import models, quickstart
 from rlneuron.builtin_rewards import reasoning_gym_exact
-from rlneuron.data import PromptStream
+from rlneuron.data import PromptStream, reasoning_gym_rows, split_by_hash
 from rlneuron.device import select
 from rlneuron.prompts import PromptRow, render
 from rlneuron.rollout import LLM, RequestOutput, SamplingParams
@@ -66,7 +66,8 @@ def main() -> None:
         ),
         hardware.device,
     )
-    split = quickstart.split()
+    words = reasoning_gym_rows("spell_backward", 60_000, 0, {"min_word_len": 3, "max_word_len": 6})
+    split = split_by_hash(words, 256, 0)  # held out: in neither training nor the warm start
     stream = PromptStream(split.train, seed=args.seed)
     print(f"held out before: sampled {evaluate(llm, split.eval, 1.0):.3f}, greedy {evaluate(llm, split.eval, 0.0):.3f}")
 
