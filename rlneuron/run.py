@@ -13,9 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import ray
-from transformers import PreTrainedTokenizerBase
 
-from rlneuron import cluster, feasibility, models, run_folder
+from rlneuron import cluster, feasibility, models, run_data, run_folder
 from rlneuron.batch_arithmetic import BatchArithmetic
 from rlneuron.config import RunConfig
 from rlneuron.console import ProgressView
@@ -23,7 +22,6 @@ from rlneuron.controller import Controller
 from rlneuron.device import build, select
 from rlneuron.interrupt import Interrupt
 from rlneuron.metrics import MetricsLog, drop_after
-from rlneuron.run_data import Prompts, load_prompts
 from rlneuron.trainer import checkpoint
 from rlneuron.waiting import RunError
 from rlneuron.workers import Workers, roles
@@ -77,9 +75,11 @@ class Run:
         config = self.config
         self.arithmetic = BatchArithmetic.from_config(config)
         self.hardware = self._find_hardware()
+        split = run_data.read(config)
         model_path = self._find_model()
         tokenizer = models.load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
-        self.prompts = self._load_prompts(tokenizer)
+        self.prompts = run_data.fit(config, split, tokenizer)
+        print(f"data: {self.prompts.description}", flush=True)
         self.arithmetic = BatchArithmetic.from_config(config, num_prompts=len(self.prompts.stream.rows))
         feasibility.check(config, model_path)
         self.folder, resume_from = run_folder.prepare(config)
@@ -128,11 +128,6 @@ class Run:
 
             return str(smollm2.folder())
         return path
-
-    def _load_prompts(self, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-        prompts = load_prompts(self.config, tokenizer)
-        print(f"data: {prompts.description}", flush=True)
-        return prompts
 
     def _start_ray(self, stack: ExitStack) -> cluster.Cluster:
         config = self.config

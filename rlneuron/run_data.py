@@ -12,6 +12,7 @@ from rlneuron.config import DataSection, RunConfig
 from rlneuron.data import (
     DataSplit,
     PromptStream,
+    column_names,
     dataset_rows,
     file_rows,
     reasoning_gym_rows,
@@ -19,6 +20,7 @@ from rlneuron.data import (
     without_held_out,
 )
 from rlneuron.prompts import PromptRow, fit_prompts, render
+from rlneuron.rewards import check_columns, load_rewards
 
 
 @dataclass(slots=True)
@@ -39,9 +41,12 @@ class Prompts:
         return self._ids[row.uid]
 
 
-def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    """Reads, splits, and applies `data.max_prompt_length` (only then is everything rendered up front)."""
-    split = _split(config)
+def fit(config: RunConfig, split: DataSplit, tokenizer: PreTrainedTokenizerBase) -> Prompts:
+    """The prompts of `split` for a tokenizer.
+
+    With `data.max_prompt_length` all are rendered now and too long ones dealt with; otherwise each is rendered when
+    it is first used.
+    """
     train, held_out, ids = split.train, split.eval, {}
     description = split.describe()
     limit = config.data.max_prompt_length
@@ -65,6 +70,13 @@ def _render(config: RunConfig, tokenizer: PreTrainedTokenizerBase, row: PromptRo
         chat_template_kwargs=config.data.chat_template_kwargs,
         system_prompt=config.data.system_prompt,
     )
+
+
+def read(config: RunConfig) -> DataSplit:
+    """Reads and splits the configured data. ValueError if a reward function or a column that it needs is missing."""
+    split = _split(config)
+    check_columns(load_rewards(config.reward.funcs), column_names(split.train))
+    return split
 
 
 def _split(config: RunConfig) -> DataSplit:

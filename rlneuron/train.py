@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from rlneuron.config import ConfigError, load_config
+from rlneuron.config_rules import warnings
 
 Arguments = Annotated[
     list[str], typer.Argument(help="YAML files, merged left to right, and key.sub=value assignments.")
@@ -35,10 +36,11 @@ def run_command(arguments: Sequence[str], *, dry_run: bool = False) -> int:
     try:
         config = load_config(files, assignments)
         if dry_run:
-            from rlneuron.batch_arithmetic import BatchArithmetic
-
             print(config.to_yaml())
-            print(BatchArithmetic.from_config(config).describe())
+            print(config.batch.describe())
+        for text in warnings(config):
+            print(f"warning: {text}", file=sys.stderr)
+        if dry_run:
             return 0
     except ConfigError as error:
         print(f"rlneuron train: {error}", file=sys.stderr)
