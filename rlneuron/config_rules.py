@@ -109,7 +109,8 @@ def _loss_warnings(config: "RunConfig") -> Iterator[str]:
         )
     if algo.loss_type == "dr_grpo" and algo.scale_rewards != "none":
         yield f"algo.loss_type: dr_grpo with scale_rewards: {algo.scale_rewards}; Dr. GRPO as published is none"
-    if batch.optimizer_steps_per_generation == 1:
+    clipped = {"epsilon", "epsilon_high", "delta"} & algo.model_fields_set
+    if clipped and batch.optimizer_steps_per_generation == 1:
         yield "one optimizer step per generation batch: the ratio is 1, so epsilon, epsilon_high and delta never act"
     if algo.epsilon_high is not None and algo.epsilon_high < algo.epsilon:
         yield f"algo.epsilon_high {algo.epsilon_high} is below epsilon {algo.epsilon}; clip-higher is above it"

@@ -384,7 +384,7 @@ def test_values_that_are_not_built_are_declared_for_existing_keys():
         (["train.max_steps=5", "train.warmup_steps=5"], "never gets up"),
         (["algo.beta=0.1"], "one more core"),
         (["device.type=cpu", "device.hbm_gib=4"], "device.hbm_gib has no effect"),
-        ([], "the ratio is 1, so epsilon"),
+        (["algo.epsilon=0.3"], "the ratio is 1, so epsilon"),
         ([], "some have nothing to do"),
         ([], "nothing is evaluated"),
     ],
