@@ -97,7 +97,8 @@ def test_import_torch_makes_neuron_the_accelerator_only_when_asked(tmp_path: Pat
     """Through the entry point of this very installation; nothing of ours but the entry point's module is imported."""
     program = (
         "import sys, torch\n"
-        "print(torch.accelerator.current_accelerator(), *sorted(m for m in sys.modules if m.startswith(('rlneuron', 'torch.neuron'))))"
+        "ours = sorted(m for m in sys.modules if m.startswith(('rlneuron', 'torch.neuron')))\n"
+        "print(torch.accelerator.current_accelerator(), *ours)"
     )
     asked = run(sys.executable, "-c", program, cwd=tmp_path, RLNEURON_SIM="trn2.3xlarge").stdout.split()
     assert asked[0] == "neuron" and "torch.neuron" in asked
