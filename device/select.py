@@ -110,8 +110,8 @@ def choose(
     """Chooses the hardware and makes it usable in this process.
 
     For a simulated neuron this activates the backend; call it before the first backward of the process, since autograd
-    makes its queues then, for the devices that exist, and never again. `num_cores` counts the cores that this process sees
-    (`NEURON_RT_VISIBLE_CORES`). Raises ValueError, in one sentence, for a device that is not there, an unknown
+    makes its queues then, for the devices that exist, and never again. `num_cores` counts the cores that this process
+    sees (`NEURON_RT_VISIBLE_CORES`). Raises ValueError, in one sentence, for a device that is not there, an unknown
     instance, a limit above the core's HBM, or a backend that is not compiled ("run: rlneuron build").
     """
     if numerics != "exact":

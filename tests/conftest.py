@@ -28,7 +28,7 @@ _not_run: dict[str, str] = {}
 
 @pytest.fixture(scope="session", autouse=True)
 def _neuron_is_active() -> None:
-    """The simulated device, before any test's first backward: autograd makes its queues for the devices it finds then."""
+    """The simulated device, before the first backward: autograd makes its queues for the devices it finds then."""
     from rlneuron.device import select
 
     select.choose("neuron", simulate=True)

@@ -1,4 +1,4 @@
-"""A reward of one's own, in TRL's contract; a run file beside this folder names it rewards/last_number.py:last_number."""
+"""A reward of one's own, in TRL's contract; smollm2.yaml names it rewards/last_number.py:last_number."""
 
 import re
 

@@ -45,7 +45,8 @@ def test_make_commands_are_targets() -> None:
 
 def test_every_command_is_known() -> None:
     known = re.compile(
-        r"make [a-z-]+|python -m rlneuron\.train examples/(quickstart|smollm2)\.yaml.*|python examples/minimal_loop\.py.*"
+        r"make [a-z-]+|python -m rlneuron\.train examples/(quickstart|smollm2)\.yaml.*"
+        r"|python examples/minimal_loop\.py.*"
     )
     assert [command for command in commands() if not known.fullmatch(command)] == []
 
