@@ -18,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,8 +94,8 @@ def is_built(name: str) -> bool:
 def build(*, verbose: bool = False) -> list[Path]:
     """Compiles whatever is not compiled yet; returns the libraries' paths. Safe to call from several processes.
 
-    Raises SystemExit with one sentence when the compiler, ninja or disk space is missing, or with the compiler's
-    message when a file does not compile.
+    Raises SystemExit with one sentence when the compiler, ninja, Python's headers or disk space is missing, or with
+    the compiler's message when a file does not compile.
     """
     names = [name for name in SOURCES if has_sources(name)]
     missing = [name for name in names if not library_path(name).exists()]
@@ -113,6 +114,8 @@ def _require_toolchain() -> None:
         raise SystemExit("rlneuron build: no C++ compiler found; install one (Debian: apt-get install g++).")
     if shutil.which("ninja") is None and not (Path(sys.executable).parent / "ninja").exists():
         raise SystemExit("rlneuron build: ninja not found; run: pip install ninja")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        raise SystemExit("rlneuron build: Python.h not found; install it (Debian: apt-get install python3-dev).")
     cache_root().mkdir(parents=True, exist_ok=True)
     free_bytes = shutil.disk_usage(cache_root()).free
     if free_bytes < FREE_BYTES_NEEDED:

@@ -67,11 +67,29 @@ def test_the_cache_key_covers_the_sources(folders: tuple[Path, Path], monkeypatc
     assert build.library_path("ops") != first
 
 
-def test_a_missing_compiler_is_one_sentence(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unbuilt(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One source that is not compiled yet; returns the folder of the cache."""
     sources, cache = folders
     (sources / "a.cpp").write_text("int a;")
     monkeypatch.setattr(build, "SOURCES", {"ops": sources})
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return cache
+
+
+def test_a_missing_compiler_is_one_sentence(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SystemExit, match=r"no C\+\+ compiler found"):
+        build.build()
+
+
+def test_missing_python_headers_are_one_sentence(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(unbuilt))
+    with pytest.raises(SystemExit, match=r"Python.h not found; install it"):
+        build.build()
+
+
+def test_a_full_disk_is_one_sentence(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "FREE_BYTES_NEEDED", 2**80)
+    with pytest.raises(SystemExit, match=r"MiB free in .*MiB needed; free some space or set XDG_CACHE_HOME"):
         build.build()
