@@ -1,8 +1,9 @@
 """The operator log of this process: what ran on the simulated device, and what was allocated beside it.
 
 Counts come from the C++ dispatcher (`csrc/oplog.cpp`): one per operator that ran on a `neuron` tensor, views excepted.
-FLOPs are those of matrix products, attention and convolution (a multiply-add is two); bytes are those of the inputs
-and outputs. Nothing here is a time: operators have no price yet.
+FLOPs are those of matrix products, attention and convolution (a multiply-add is two), so sampling has none. PyTorch's
+attention counts masked positions too, as `torch.utils.flop_counter` does; our own counts what each token sees. Bytes
+are those of the inputs and outputs. Nothing here is a time: operators have no price yet.
 """
 
 from __future__ import annotations

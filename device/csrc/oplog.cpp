@@ -1,5 +1,6 @@
 #include "oplog.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <deque>
@@ -43,6 +44,44 @@ int64_t matmul_flops(const at::Tensor& left, const at::Tensor& right) {
 // as in torch.utils.flop_counter.
 int64_t attention_flops(const at::Tensor& query, const at::Tensor& key, int64_t products) {
   return products * 2 * query.numel() * key.size(-2);
+}
+
+// Our own attention operators skip what the mask hides, and so does their count: `products` products of 2 D for each
+// query head and each position that a token sees. The values are read here, before the kernel checks them, so
+// whatever it will refuse counts as nothing.
+bool is_int32(const at::Tensor& tensor, int64_t dim) {
+  return tensor.scalar_type() == at::kInt && tensor.dim() == dim;
+}
+
+// query [1, H, T, D]; sequence s has the tokens [starts[s], starts[s + 1]), the last of its contexts[s] positions.
+int64_t paged_attention_flops(const at::Tensor& query, const at::Tensor& starts, const at::Tensor& contexts,
+                              int64_t window) {
+  if (query.dim() != 4 || !is_int32(starts, 1) || !is_int32(contexts, 1) || starts.size(0) != contexts.size(0) + 1) {
+    return 0;
+  }
+  const auto start = starts.accessor<int32_t, 1>(), context = contexts.accessor<int32_t, 1>();
+  int64_t seen = 0;
+  for (int64_t s = 0; s < contexts.size(0); ++s) {
+    const int64_t last = context[s], first = last - (start[s + 1] - start[s]) + 1;
+    for (int64_t positions = first; positions <= last; ++positions) {
+      seen += window > 0 ? std::min(positions, window) : positions;
+    }
+  }
+  return 2 * 2 * query.size(1) * query.size(3) * seen;
+}
+
+// query [T, H, D]; segments [S, 4]: start, length, prefix start, prefix length (rlneuron::varlen_attention).
+int64_t varlen_attention_flops(const at::Tensor& query, const at::Tensor& segments, int64_t products) {
+  if (query.dim() != 3 || !is_int32(segments, 2) || segments.size(1) != 4) {
+    return 0;
+  }
+  const auto segment = segments.accessor<int32_t, 2>();
+  int64_t seen = 0;
+  for (int64_t s = 0; s < segments.size(0); ++s) {
+    const int64_t length = segment[s][1], prefix = segment[s][3];
+    seen += length * prefix + length * (length + 1) / 2;
+  }
+  return products * 2 * query.size(1) * query.size(2) * seen;
 }
 
 // 2 x output elements x input channels per group x kernel elements; for a transposed convolution the input
@@ -91,6 +130,11 @@ FlopsRule flops_rule(const std::string& name) {
       {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", FlopsRule::attention_backward},
       {"aten::convolution", FlopsRule::convolution},
       {"aten::convolution_backward", FlopsRule::convolution_backward},
+      {"rlneuron::linear", FlopsRule::linear},
+      {"rlneuron::mm", FlopsRule::mm},
+      {"rlneuron::paged_attention", FlopsRule::paged_attention},
+      {"rlneuron::varlen_attention", FlopsRule::varlen_attention},
+      {"rlneuron::varlen_attention_backward", FlopsRule::varlen_attention_backward},
   };
   auto found = rules.find(name);
   if (found == rules.end() && !name.empty() && name.back() == '_') {
@@ -120,6 +164,13 @@ int64_t count_flops(FlopsRule rule, const c10::IValue* arguments) {
       return attention_flops(tensor_at(arguments, 0), tensor_at(arguments, 1), 2);
     case FlopsRule::attention_backward: // recomputed scores, and the gradients of values, scores, queries and keys
       return attention_flops(tensor_at(arguments, 1), tensor_at(arguments, 2), 5);
+    case FlopsRule::paged_attention:
+      return paged_attention_flops(
+          tensor_at(arguments, 0), tensor_at(arguments, 7), tensor_at(arguments, 8), arguments[10].toInt());
+    case FlopsRule::varlen_attention:
+      return varlen_attention_flops(tensor_at(arguments, 0), tensor_at(arguments, 3), 2);
+    case FlopsRule::varlen_attention_backward: // as above
+      return varlen_attention_flops(tensor_at(arguments, 1), tensor_at(arguments, 6), 5);
     case FlopsRule::convolution:
       return convolution_flops(tensor_at(arguments, 0), tensor_at(arguments, 1), arguments + 3);
     case FlopsRule::convolution_backward: {

@@ -13,7 +13,8 @@ namespace neuron {
 
 // How the FLOPs of an operator follow from its inputs (a multiply-add is two).
 enum class FlopsRule : uint8_t { none, mm, addmm, bmm, baddbmm, mv, addmv, dot, linear, attention, attention_backward,
-                                 convolution, convolution_backward };
+                                 convolution, convolution_backward, paged_attention, varlen_attention,
+                                 varlen_attention_backward };
 
 struct OpTotals {
   int64_t ops;

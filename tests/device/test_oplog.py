@@ -7,8 +7,9 @@ import threading
 import pytest
 import torch
 
-from rlneuron.device import oplog, register_operators
+from rlneuron.device import oplog, ops, register_operators
 from rlneuron.device.ops.library import LIBRARY
+from rlneuron.device.ops.token_logprobs import token_logprobs
 
 
 def test_counts_flops_and_bytes_of_products(neuron: torch.device) -> None:
@@ -51,6 +52,47 @@ def test_attention_flops(neuron: torch.device) -> None:
         "aten::_scaled_dot_product_flash_attention_for_cpu": forward,
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": forward * 5 // 2,
     }
+
+
+def test_flops_of_paged_attention_by_hand(neuron: torch.device) -> None:
+    """4 H D for each position that a token sees: a chunk of 3 tokens on 5 positions, and one token on 7."""
+    heads, size, block = 4, 8, 16
+    query = torch.randn(1, heads, 4, size, device=neuron)
+    key = torch.randn(1, 2, 4, size, device=neuron)
+    caches = torch.zeros(2, 2, size, block, device=neuron), torch.zeros(2, 2, block, size, device=neuron)
+    integers = ([2, 3, 4, 16 + 6], [[0], [1]], [0, 3, 4], [5, 7])
+    slots, tables, starts, contexts = (torch.tensor(x, dtype=torch.int32, device=neuron) for x in integers)
+    for window, seen in ((0, 3 + 4 + 5 + 7), (4, 3 + 4 + 4 + 4)):
+        oplog.reset()
+        ops.paged_attention.paged_attention(query, key, key, *caches, slots, tables, starts, contexts, 1.0, window)
+        assert oplog.details()["rlneuron::paged_attention"].flops == 4 * heads * size * seen
+        assert oplog.totals().flops == 4 * heads * size * seen
+
+
+def test_flops_of_varlen_attention_by_hand(neuron: torch.device) -> None:
+    """Segments of 4 tokens alone and of 3 that also see these 4; the backward has five products for two."""
+    heads, size = 4, 8
+    query, key, value = (torch.randn(7, n, size, device=neuron, requires_grad=True) for n in (heads, 2, 2))
+    segments = torch.tensor([[0, 4, 0, 0], [4, 3, 0, 4]], dtype=torch.int32, device=neuron)
+    seen = (1 + 2 + 3 + 4) + (5 + 6 + 7)
+    oplog.reset()
+    ops.varlen_attention.varlen_attention(query, key, value, segments, 1.0).sum().backward()
+    counts = oplog.details()
+    assert counts["rlneuron::varlen_attention"].flops == 4 * heads * size * seen
+    assert counts["rlneuron::varlen_attention_backward"].flops == 10 * heads * size * seen
+
+
+def test_flops_of_token_logprobs_are_those_of_its_products(neuron: torch.device) -> None:
+    """Logits once forward, and in the backward once more with two gradients: 4 products of 2 N H V."""
+    rows, hidden, vocabulary = 5, 8, 11
+    states = torch.randn(rows, hidden, device=neuron, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden, device=neuron, requires_grad=True)
+    targets = torch.zeros(rows, dtype=torch.long, device=neuron)
+    oplog.reset()
+    logprobs, _ = token_logprobs(states, weight, None, targets)
+    assert oplog.totals().flops == 2 * rows * hidden * vocabulary
+    logprobs.sum().backward()
+    assert oplog.totals().flops == 4 * 2 * rows * hidden * vocabulary
 
 
 def test_views_are_free_and_disable_stops_counting(neuron: torch.device) -> None:
