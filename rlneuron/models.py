@@ -24,6 +24,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rlneuron.fused.linear import use_host_linear
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What `model.dtype` may be."""
 
@@ -64,6 +66,7 @@ def load(path: str, *, dtype: torch.dtype | None, trust_remote_code: bool = Fals
         AutoModelForCausalLM, source, path, trust_remote_code, config=config, dtype="auto" if dtype is None else dtype
     )
     module.eval()
+    use_host_linear(module)
     _check_vocabulary(path, module, tokenizer)
     tokenizer.padding_side = "left"
     eos_token_ids = merge_eos_token_ids(module, tokenizer)

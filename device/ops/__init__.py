@@ -7,6 +7,7 @@ without these the plain forms run. It never compiles.
 
 from __future__ import annotations
 
+from rlneuron.device.ops import linear as linear
 from rlneuron.device.ops import paged_attention as paged_attention
 from rlneuron.device.ops import sampling as sampling
 from rlneuron.device.ops import varlen_attention as varlen_attention

@@ -1,7 +1,7 @@
 """Log-probability of given tokens, and the entropy, straight from hidden states: no [N, V] tensor of all tokens.
 
 `token_logprobs` goes through the output head in chunks of rows, so that at most one chunk's logits exist at a time;
-the backward recomputes them. Plain PyTorch operators only, so it runs on every device as it is.
+the backward recomputes them. Its matrix products are `ops.linear`'s, the rest is plain PyTorch.
 
 Legend: N scored tokens · H hidden size · V vocabulary.
 """
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+
+from rlneuron.device.ops.linear import linear, mm
 
 # Elements of one chunk's logits: 4 MB in float32, which stay in the L2/L3 cache between the GEMM and the softmax.
 CHUNK_ELEMENTS = 1 << 20
@@ -86,11 +87,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 d_logits = p.mul_(factor - grad_entropy[part, None] * (log_p + entropies[part, None]))
             d_logits.scatter_add_(1, targets[part, None], grad_logprob[part, None])
             d_logits = d_logits.mul_(ctx.inverse_temperature).to(hidden.dtype)
-            torch.mm(d_logits, weight, out=d_hidden[part])
-            if d_weight.dtype == d_logits.dtype:
-                d_weight.addmm_(d_logits.t(), hidden[part])
-            else:
-                d_weight += d_logits.t() @ hidden[part]
+            d_hidden[part] = mm(d_logits, weight)
+            d_weight += mm(d_logits.t(), hidden[part])
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
         return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(weight.dtype), None, None
