@@ -20,7 +20,12 @@ LIBRARY.define("mm(Tensor a, Tensor b) -> Tensor")
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x weight^T + bias -> [..., O] for x [..., I], as torch.nn.functional.linear; any strides, one dtype."""
-    out: Tensor = torch.ops.rlneuron.linear(x, weight_OI, bias_O)
+    if torch.is_grad_enabled():
+        out: Tensor = torch.ops.rlneuron.linear(x, weight_OI, bias_O)
+        return out
+    # The operator's autograd is Python; without gradients it would cost 3 us a call and do nothing.
+    with torch._C._AutoDispatchBelowAutograd():
+        out = torch.ops.rlneuron.linear(x, weight_OI, bias_O)
     return out
 
 

@@ -13,7 +13,10 @@ from rlneuron import models
 from rlneuron.fused.linear import HostLinear, use_host_linear
 
 
-def test_a_loaded_model_has_the_layers_and_the_results_of_the_plain_one(tiny: Path) -> None:
+def test_a_loaded_model_has_the_layers_and_the_results_of_the_plain_one(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlneuron.fused.linear.SMALLEST", 0)  # every layer, however small
     fused = models.load(str(tiny / "model"), dtype=torch.float32).module
     plain = copy.deepcopy(fused)
     count = sum(isinstance(m, HostLinear) for m in fused.modules())
