@@ -55,8 +55,7 @@ class Run:
                 try:
                     controller.run()
                 except KeyboardInterrupt:
-                    controller.view.say("interrupted: writing a checkpoint")
-                    self._say_where(controller, controller.save())
+                    self._save_interrupted(controller)
                     return INTERRUPTED
                 self.evaluations = controller.evaluations
                 self._say_end(controller, time.perf_counter() - started)
@@ -132,6 +131,7 @@ class Run:
     def _start_ray(self, stack: ExitStack) -> cluster.Cluster:
         config = self.config
         namespace = f"rlneuron-{self.run_id}"
+        stack.callback(ray.shutdown)  # before the start: an interrupt in the middle of it leaves nothing behind
         if config.ray.address:
             joined = cluster.join(config.ray.address, namespace=namespace)
         else:
@@ -142,7 +142,6 @@ class Run:
                 include_dashboard=config.ray.dashboard,
                 namespace=namespace,
             )
-        stack.callback(ray.shutdown)
         if joined.dashboard_url:
             print(f"dashboard: {joined.dashboard_url}" + _token_hint(joined.token_path), flush=True)
         return joined
@@ -172,6 +171,13 @@ class Run:
         return [] if report_to == "none" else [report_to]
 
     # ---- end ----
+    def _save_interrupted(self, controller: Controller) -> None:
+        controller.view.say("interrupted: writing a checkpoint")
+        try:
+            self._say_where(controller, controller.save())
+        except KeyboardInterrupt:
+            controller.view.say("interrupted again: no checkpoint was written")
+
     def _say_end(self, controller: Controller, wall_s: float) -> None:
         for row in controller.evaluations:
             controller.view.say(
