@@ -22,11 +22,12 @@ from rlneuron.controller import Controller
 from rlneuron.device import build, select
 from rlneuron.interrupt import Interrupt
 from rlneuron.metrics import MetricsLog, drop_after
+from rlneuron.train import INTERRUPTED
 from rlneuron.trainer import checkpoint
 from rlneuron.waiting import RunError
 from rlneuron.workers import Workers, roles
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+FAILED, REFUSED = 1, 2
 
 
 class Run:

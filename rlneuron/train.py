@@ -7,6 +7,7 @@ configuration or data is wrong, 1 the run failed, 130 interrupted (a checkpoint 
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ import typer
 from rlneuron.config import ConfigError, load_config
 from rlneuron.config_rules import warnings
 
+INTERRUPTED = 130
+
 Arguments = Annotated[
     list[str], typer.Argument(help="YAML files, merged left to right, and key.sub=value assignments.")
 ]
@@ -26,7 +29,13 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved conf
 
 def train(arguments: Arguments, dry_run: DryRun = False) -> None:
     """Train by reinforcement learning as the YAML file says."""
-    raise typer.Exit(run_command(arguments, dry_run=dry_run))
+    code = run_command(arguments, dry_run=dry_run)
+    if code == INTERRUPTED:
+        # Ray's threads, interrupted in the middle of a start, can crash the interpreter's own clean-up; ours is done.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise typer.Exit(code)
 
 
 def run_command(arguments: Sequence[str], *, dry_run: bool = False) -> int:
