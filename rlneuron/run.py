@@ -12,8 +12,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import ray
-
 from rlneuron import cluster, feasibility, models, run_data, run_folder
 from rlneuron.batch_arithmetic import BatchArithmetic
 from rlneuron.config import RunConfig
@@ -132,7 +130,8 @@ class Run:
     def _start_ray(self, stack: ExitStack) -> cluster.Cluster:
         config = self.config
         namespace = f"rlneuron-{self.run_id}"
-        stack.callback(ray.shutdown)  # before the start: an interrupt in the middle of it leaves nothing behind
+        # Registered before the start: an interrupt in the middle of it leaves nothing behind.
+        stack.callback(cluster.stop, cluster.children())
         if config.ray.address:
             joined = cluster.join(config.ray.address, namespace=namespace)
         else:
