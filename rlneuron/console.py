@@ -67,8 +67,13 @@ class ProgressView:
         if self._live:
             self._live.__exit__(kind, error, trace)
 
+    def finish(self) -> None:
+        """Leaves the table as it is; what is said from now on stands below it."""
+        if self._live:
+            self._live.stop()
+
     def say(self, text: str) -> None:
-        """A line above the table."""
+        """A line above the table, while there is one."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
         sys.stdout.flush()
 

@@ -172,6 +172,7 @@ class Run:
 
     # ---- end ----
     def _save_interrupted(self, controller: Controller) -> None:
+        controller.view.finish()
         controller.view.say("interrupted: writing a checkpoint")
         try:
             self._say_where(controller, controller.save())
@@ -179,6 +180,7 @@ class Run:
             controller.view.say("interrupted again: no checkpoint was written")
 
     def _say_end(self, controller: Controller, wall_s: float) -> None:
+        controller.view.finish()
         for row in controller.evaluations:
             controller.view.say(
                 f"step {int(row['step']):>4}  eval_reward {row['eval_reward']:.3f}  "
