@@ -60,7 +60,7 @@ class Learner:
         )
 
     def update(self, batch: TrainBatch) -> list[dict[str, float]]:
-        """Trains on one generation batch; returns the metrics of each optimizer step, by TRL's names.
+        """Trains on one generation batch, to max_steps at most; returns each optimizer step's metrics, by TRL's names.
 
         Raises ValueError for a batch that does not fit the configuration, FloatingPointError for a loss or gradient
         that is not finite; in both cases the weights are those after the last good step.
@@ -79,7 +79,8 @@ class Learner:
             results = []
             for _ in range(config.num_iterations):
                 for rows, plan in zip(steps, plans, strict=True):
-                    results.append(self._step(batch, rows, plan, counts, old))
+                    if self.global_step < config.max_steps:  # the last batch of a run may be used in part, as in TRL
+                        results.append(self._step(batch, rows, plan, counts, old))
         self.num_batches += 1
         return results
 

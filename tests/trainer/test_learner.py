@@ -119,6 +119,16 @@ def test_several_steps_from_one_generation_batch_use_each_steps_own_counts() -> 
     )
 
 
+def test_the_last_generation_batch_is_used_up_to_max_steps() -> None:
+    settings = {"per_device_train_batch_size": 3, "steps_per_generation": 4, "num_iterations": 2, "max_steps": 5}
+    learner = Learner(models.llama(), config(**settings), models.DEVICE)
+    assert len(learner.update(models.batch(num_prompts=4, group=3))) == 5
+    before = weights(learner)
+    assert learner.update(models.batch(num_prompts=4, group=3)) == []
+    assert learner.global_step == 5
+    assert all(torch.equal(before[name], new) for name, new in weights(learner).items())
+
+
 def test_second_iteration_keeps_the_old_logprobs() -> None:
     batch = models.batch()
     learner = Learner(models.llama(), config(num_iterations=2, learning_rate=3e-2), models.DEVICE)
