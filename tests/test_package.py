@@ -21,6 +21,7 @@ SHIPPED_SUFFIXES = {".py", ".cpp", ".h", ".typed"}
 def expected_files() -> set[str]:
     """Names that the wheel must hold beside its metadata: every source file of `rlneuron/` and of the rooms."""
     names = {f"rlneuron/{path.name}" for path in (ROOT / "rlneuron").iterdir() if path.is_file()}
+    names.update(str(path.relative_to(ROOT)) for path in (ROOT / "rlneuron" / "fused").glob("*.py"))
     for room in ROOMS:
         paths = (path for path in (ROOT / room).rglob("*") if path.suffix in SHIPPED_SUFFIXES)
         names.update(f"rlneuron/{path.relative_to(ROOT)}" for path in paths)
