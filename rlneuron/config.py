@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
 from rlneuron.batch_arithmetic import BatchArithmetic
 from rlneuron.config_errors import Problem, inner_section, sentence, validation_problems
@@ -48,6 +48,13 @@ class RunConfig(Section):
     train: TrainSection = Field(default_factory=TrainSection)
     logging: LoggingSection = Field(default_factory=LoggingSection)
     ray: RaySection = Field(default_factory=RaySection)
+    _written: Document = PrivateAttr(default_factory=Document)
+    """Where the keys were written; without values."""
+
+    def with_place(self, message: str) -> str:
+        """'run.yaml:7:10: data.path: ...' of a message that begins with a key, where that key was written."""
+        origin = self._written.origin(tuple(message.partition(":")[0].split(".")))
+        return message if origin is None else f"{origin.at_value()}: {message}"
 
     @property
     def batch(self) -> BatchArithmetic:
@@ -82,6 +89,7 @@ def load_config(files: Sequence[Path], assignments: Sequence[str] = ()) -> RunCo
         _refuse([*wrong, *(problem for problem in problems if problem.path not in known)], document, files)
         raise AssertionError("a validation error has at least one problem") from error
     _refuse([*problems, *rule_problems(config)], document, files)
+    config._written.origins.update(document.origins)
     return config
 
 

@@ -103,7 +103,7 @@ def check_columns(functions: Sequence[RewardFunction], columns: Collection[str])
                 near = difflib.get_close_matches(name, list(columns), n=1)
                 nearest = f"; nearest: {near[0]}" if near else ""
                 raise ValueError(
-                    f"the reward function {function.name!r} needs the column {name!r}, which the data does not have; "
+                    f"reward.funcs: {function.name!r} needs the column {name!r}, which the data does not have; "
                     f"its columns: {', '.join(columns) or 'none'}{nearest}"
                 )
 

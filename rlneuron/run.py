@@ -7,6 +7,7 @@ in the reverse order, whether the run succeeds, fails, or is interrupted.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from contextlib import ExitStack
@@ -49,7 +50,7 @@ class Run:
                 try:
                     controller = self._start(stack)
                 except ValueError as error:  # the user's mistake; later on a ValueError is ours and shows its trace
-                    print(f"rlneuron train: {error}", file=sys.stderr)
+                    print(f"rlneuron train: {self.config.with_place(str(error))}", file=sys.stderr)
                     return REFUSED
                 try:
                     controller.run()
@@ -198,7 +199,7 @@ class Run:
         max_steps = self.arithmetic.max_steps
         command = _without(self.command, "train.output_dir", "train.resume", "train.max_steps")
         more = f" train.max_steps={max_steps if controller.step < max_steps else max_steps * 2}"
-        say(f"go on:       {command} train.output_dir={self.folder} train.resume=auto{more}")
+        say(f"go on:       {command} {shlex.quote(f'train.output_dir={self.folder}')} train.resume=auto{more}")
         say(f"dashboard:   {self.command} ray.keep_alive=true   keeps it open after the run")
 
     def _keep_alive(self) -> None:
@@ -213,7 +214,7 @@ class Run:
 
 def _without(command: str, *keys: str) -> str:
     """The command line without assignments to `keys`."""
-    return " ".join(word for word in command.split(" ") if word.split("=")[0] not in keys)
+    return shlex.join(word for word in shlex.split(command) if word.split("=")[0] not in keys)
 
 
 def _token_hint(token_path: Path | None) -> str:

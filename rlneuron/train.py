@@ -8,6 +8,7 @@ configuration or data is wrong, 1 the run failed, 130 interrupted (a checkpoint 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import uuid
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ def run_command(arguments: Sequence[str], *, dry_run: bool = False) -> int:
     except ConfigError as error:
         print(f"rlneuron train: {error}", file=sys.stderr)
         return 2
-    command = " ".join(["python -m rlneuron.train", *arguments])
+    command = shlex.join(["python", "-m", "rlneuron.train", *arguments])
     from rlneuron.run import Run  # torch, Ray and transformers load only once the configuration holds
 
     return Run(config, command=command, run_id=uuid.uuid4().hex[:8]).main()

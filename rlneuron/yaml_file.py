@@ -48,7 +48,7 @@ class Document:
     """A nested dict of plain values, and the origin of every value by its key path."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[KeyPath, Origin] = field(default_factory=dict)
+    origins: dict[KeyPath, Origin] = field(default_factory=dict, compare=False)
 
     def overlay(self, other: "Document") -> None:
         """Merges `other` over this one: mappings key by key, everything else (lists too) as a whole."""

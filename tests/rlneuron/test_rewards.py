@@ -439,9 +439,7 @@ def test_a_missing_column_is_named_before_anything_is_called():
     def f(completions, solution, weight=1.0, **kwargs):
         raise AssertionError("called")
 
-    words = (
-        "the reward function 'f' needs the column 'solution', which the data does not have; its columns: answer, level"
-    )
+    words = "reward.funcs: 'f' needs the column 'solution', which the data does not have; its columns: answer, level"
     with pytest.raises(ValueError, match=words):
         scorer(f).score(batch())
     with pytest.raises(ValueError, match="nearest: solutions"):

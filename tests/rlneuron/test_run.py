@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlneuron import models
 from rlneuron.config import load_config
 from rlneuron.controller import Controller
 from rlneuron.run import Run
@@ -156,6 +157,33 @@ def test_too_little_device_memory_is_refused_with_both_numbers(
     assert run(tiny, "small", {"device": {"hbm_gib": 0.0001}}, ray_address) == 2
     message = capfd.readouterr().err
     assert "learner needs at least" in message and "has 0.0001 GiB" in message, message
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "words"),
+    [
+        ("reward", {"funcs": ["math_verify"]}, "reward.funcs: 'math_verify' needs the column 'solution'"),
+        ("reward", {"funcs": ["json:digits"]}, "reward.funcs: json has no function 'digits'"),
+        ("data", {"prompt_column": "promt"}, "data.prompt_column: "),
+    ],
+)
+def test_data_and_rewards_that_do_not_fit_are_refused_before_a_model_is_touched(
+    tiny: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    section: str,
+    settings: dict[str, Any],
+    words: str,
+) -> None:
+    def touched(*_: object, **__: object) -> None:
+        raise AssertionError("a tokenizer was loaded")
+
+    monkeypatch.setattr(models, "load_tokenizer", touched)
+    config = load_config([write_config(tiny, "unfit", {section: settings})])
+    assert Run(config, command="test", run_id="unfit").main() == 2
+    message = capfd.readouterr().err
+    assert f"{tiny / 'unfit.yaml'}:1:" in message and words in message, message
+    assert not (tiny / "unfit").exists()
 
 
 def start_process(config: Path) -> subprocess.Popen[str]:
