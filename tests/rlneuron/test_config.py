@@ -12,6 +12,7 @@ from rlneuron.config_errors import describe
 from rlneuron.config_names import NAMES_ELSEWHERE, TRL_NOT_HERE
 from rlneuron.config_rules import warnings
 from rlneuron.config_sections import DEVIATIONS, NOT_YET
+from rlneuron.train import run_command
 
 BASE = """\
 model: {path: rlneuron/quickstart}
@@ -391,6 +392,14 @@ def test_values_that_are_not_built_are_declared_for_existing_keys():
 )
 def test_silent_traps_are_named(tmp_path, assignments, words):
     assert any(words in warning for warning in warnings(load(tmp_path, "", *assignments)))
+
+
+def test_a_dry_run_prints_the_configuration_the_arithmetic_and_the_warnings(capsys):
+    quickstart = Path(__file__).resolve().parents[2] / "examples" / "quickstart.yaml"
+    assert run_command([str(quickstart), "train.max_steps=10"], dry_run=True) == 0
+    out, err = capsys.readouterr()
+    assert "task: spell_backward" in out and "completions per optimizer step" in out
+    assert err == "warning: train.warmup_steps 10 of 10 steps: the learning rate never gets up\n"
 
 
 def test_a_plain_run_has_no_warnings(tmp_path):

