@@ -22,6 +22,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("svg")
+matplotlib.rcParams["svg.hashsalt"] = "quickstart"  # the same curve gives the same file
 import matplotlib.pyplot as plt
 
 from rlneuron import quickstart

@@ -7,7 +7,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +118,11 @@ def test_a_bad_reward_ends_the_run_before_any_weight_changes(
     tiny: Path, ray_address: str, capfd: pytest.CaptureFixture[str], function: str, text: str
 ) -> None:
     changes = {"reward": {"funcs": [f"{tiny / 'rewards.py'}:{function}"]}}
-    started = time.monotonic()
     assert run(tiny, f"bad-{function}", changes, ray_address) == 1
     message = capfd.readouterr().err
     assert text.lower() in message.lower() and (function in message or "reward-0" in message), message
     assert (tiny / f"bad-{function}" / "metrics.jsonl").read_text() == ""
     assert not list((tiny / f"bad-{function}").glob("checkpoint-*"))
-    assert time.monotonic() - started < 120
 
 
 def test_a_dead_rollout_worker_ends_the_run_with_its_name_and_log(
