@@ -22,7 +22,6 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "quickstart"  # the same curve gives the same file
 import matplotlib.pyplot as plt
 
 from rlneuron import quickstart
@@ -53,6 +52,7 @@ def run(seed: int, folder: Path, cold: bool, more: list[str]) -> dict[str, Any]:
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
+    plt.rcParams["svg.hashsalt"] = "quickstart"  # the same curve gives the same file
     figure, axis = plt.subplots(figsize=(6.4, 3.2))
     for result in results:
         steps, sampled, greedy = zip(*result["curve"], strict=True)
